@@ -1,0 +1,178 @@
+"""The dataclasses every part of the engine passes around.
+
+Owns: the vocabulary of the engine (request, sequence, step) and its errors. Knows nothing of tensors, threads,
+sockets or files, and imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class EngineError(Exception):
+    """The engine could not do what was asked; `str()` says what was expected and what came."""
+
+
+class RequestError(EngineError):
+    """A request that can never run as it stands. The caller can mend it; nobody else is affected."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param  # the public name of the field at fault, if one is
+        self.code = code  # a short machine-readable word, as in `context_length_exceeded`
+
+
+class ModelError(EngineError):
+    """A model file that cannot be used: damaged, untruthful about itself, or of a kind that is not supported."""
+
+
+@dataclass(slots=True, frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context (`rope_scaling` of a Hugging Face config)."""
+
+    kind: str = "default"  # default | linear | dynamic | llama3 | yarn | longrope
+    factor: float = 1.0
+    original_context: int = 0  # tokens the model was trained on; 0: the config's own context length
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn, longrope: multiplies cos and sin; None: derived from `factor`
+    short_factor: tuple[float, ...] = ()  # longrope: one per frequency
+    long_factor: tuple[float, ...] = ()  # longrope: one per frequency
+
+
+@dataclass(slots=True, frozen=True)
+class ModelConfig:
+    """The shape of a Llama-architecture decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int  # query heads
+    kv_heads: int  # key / value heads; heads % kv_heads == 0
+    head_dim: int
+    context_length: int  # tokens
+    rms_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    tied_head: bool = False  # the output head is the embedding table
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. Neutral values switch a step off."""
+
+    max_tokens: int  # > 0
+    seed: int = 0  # 64 bits; noise is a pure function of (seed, position, token)
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    presence_penalty: float = 0.0  # subtracted once from what was generated before
+    frequency_penalty: float = 0.0  # subtracted per time it was generated
+    repetition_penalty: float = 1.0  # divides (multiplies, if negative) what prompt or reply already hold
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added logit
+    stop: tuple[str, ...] = ()  # text that ends the reply and is not part of it
+    stop_ids: tuple[int, ...] = ()  # tokens that end the reply and are not part of it
+    ignore_eos: bool = False
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the model's context
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # owns no block
+    RUNNING = "running"  # owns the blocks in its table
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's tokens and where their KV is. The scheduler alone changes it."""
+
+    id: int
+    salt: bytes  # roots the hash chain of its blocks: sequences of different salts never share
+    prompt: list[int]
+    sampling: SamplingParams
+    output: list[int] = field(default_factory=list)  # sampled tokens, the last one not yet run
+    table: list[int] = field(default_factory=list)  # block ids; block i holds positions [i * size, (i + 1) * size)
+    computed: int = 0  # tokens whose KV is in the table's blocks
+    cached: int = 0  # prompt tokens found in the prefix cache when it first started
+    preemptions: int = 0
+    phase: Phase = Phase.WAITING
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions [start, stop) of prompt followed by output."""
+        split = len(self.prompt)
+        if stop <= split:
+            return self.prompt[start:stop]
+        return self.prompt[start:split] + self.output[max(0, start - split) : stop - split]
+
+
+@dataclass(slots=True, frozen=True)
+class Chunk:
+    """A sequence's share of one step: positions [start, start + len(tokens)) are run."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+    samples: bool  # the last position's logits choose the next token
+
+
+@dataclass(slots=True, frozen=True)
+class StepPlan:
+    """One forward pass: the decodes (one token each) first, then prefill chunks."""
+
+    index: int  # counts steps from 0
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What the runner made of a plan."""
+
+    tokens: list[int]  # one per chunk that samples, in the plan's order
+
+
+@dataclass(slots=True, frozen=True)
+class Message:
+    """One message of a chat, as the prompt builder takes it."""
+
+    role: str  # system | user | assistant | tool
+    text: str
+    lead_ids: tuple[int, ...] = ()  # assistant: the prompt's tokens between the previous reply and this one, as they were run
+    lead_digest: bytes = b""  # assistant: digest of the text that `lead_ids` encode
+    ids: tuple[int, ...] | None = None  # assistant: the tokens it was generated as; None: encode `text`
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """A rendered, tokenised chat, ready to run."""
+
+    ids: list[int]  # the whole prompt
+    lead_ids: tuple[int, ...]  # its end: what follows the last assistant message that came with `ids`
+    lead_digest: bytes  # digest of the text of `lead_ids`; give both back with the reply as a Message
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """What one step added to a reply."""
+
+    ids: tuple[int, ...]  # tokens generated since the last delta, in order (those of held-back text included)
+    text: str  # visible text they add; may be empty while a character or a possible stop string is incomplete
+    finish: FinishReason | None = None  # set on the last delta only
+    error: str | None = None  # with FinishReason.ERROR: what happened
