@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 class EngineError(Exception):
@@ -24,8 +25,32 @@ class RequestError(EngineError):
         self.code = code  # a short machine-readable word, as in `context_length_exceeded`
 
 
+class BusyError(EngineError):
+    """Too many requests wait already; the same one may succeed later."""
+
+
+class NotReadyError(EngineError):
+    """The model is still loading, or has failed to load."""
+
+    def __init__(self, message: str, loading: bool) -> None:
+        super().__init__(message)
+        self.loading = loading  # trying again later can help
+
+
 class ModelError(EngineError):
     """A model file that cannot be used: damaged, untruthful about itself, or of a kind that is not supported."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineOptions:
+    model: str  # "default", a GGUF file, a Hugging Face folder or a hub id
+    cache_dir: Path  # where converted models are kept
+    threads: int = 0  # compute threads; 0: one per core
+    max_batch_size: int = 32  # sequences running at once
+    max_step_tokens: int = 512  # tokens in one step
+    max_total_tokens: int = 16384  # tokens the KV pool holds
+    block_size: int = 16  # tokens per KV block
+    max_queue: int = 256  # requests that may wait for a place in the batch
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,6 +115,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@dataclass(slots=True, eq=False)
+class CacheNode:
+    """A full block whose content the prefix cache knows. The cache alone makes and changes it."""
+
+    digest: bytes
+    parent: CacheNode | None  # the block before it; None: the root of its salt
+    salt: bytes
+    tokens: tuple[int, ...]
+    block: int  # -1 once evicted
+
+
 class Phase(enum.Enum):
     WAITING = "waiting"  # owns no block
     RUNNING = "running"  # owns the blocks in its table
@@ -107,6 +143,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)  # sampled tokens, the last one not yet run
     table: list[int] = field(default_factory=list)  # block ids; block i holds positions [i * size, (i + 1) * size)
     computed: int = 0  # tokens whose KV is in the table's blocks
+    chain: list[CacheNode] = field(default_factory=list)  # the prefix cache's nodes of its leading full blocks
     cached: int = 0  # prompt tokens found in the prefix cache when it first started
     preemptions: int = 0
     phase: Phase = Phase.WAITING
@@ -137,8 +174,11 @@ class Chunk:
 class StepPlan:
     """One forward pass: the decodes (one token each) first, then prefill chunks."""
 
-    index: int  # counts steps from 0
     chunks: list[Chunk]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 @dataclass(slots=True, frozen=True)
@@ -174,5 +214,7 @@ class Delta:
 
     ids: tuple[int, ...]  # tokens generated since the last delta, in order (those of held-back text included)
     text: str  # visible text they add; may be empty while a character or a possible stop string is incomplete
+    cached: int = 0  # prompt tokens that were not computed for this request, because their KV existed
     finish: FinishReason | None = None  # set on the last delta only
+    reply: tuple[int, ...] = ()  # on the last delta: the tokens that make up the whole visible text, as a ledger keeps them
     error: str | None = None  # with FinishReason.ERROR: what happened

@@ -11,9 +11,25 @@ from typing import Protocol
 
 from app.store.records import Conversation, Entry, Item, Response
 
+IDEMPOTENCY_SECONDS = 24 * 3600  # how long a client's message id names the response it was first sent for
+
 
 class StoreError(Exception):
-    """The log could not be read or written. What was acknowledged before is unharmed."""
+    """The log could not be read or written. What was acknowledged before is unharmed.
+
+    After a failed write nothing says whether it happened: a connection can be lost between the write and its answer.
+    """
+
+
+class RefusedError(StoreError):
+    """Log entries that were refused: their index was not above the last one, or their response is not (or no longer) there.
+
+    The other responses' entries of the same batch are written.
+    """
+
+    def __init__(self, message: str, responses: frozenset[str]) -> None:
+        super().__init__(message)
+        self.responses = responses  # ids of the responses that had an entry refused
 
 
 class Store(Protocol):
@@ -24,10 +40,13 @@ class Store(Protocol):
     async def conversation(self, id: str) -> Conversation | None: ...
 
     async def update_conversation(self, conversation: Conversation) -> None:
-        """Replace an existing conversation's record (title, metadata, leaf, updated_at)."""
+        """Replace an existing conversation's record (title, metadata, leaf, updated_at). A deleted one stays deleted."""
 
     async def conversations(self, owner: str, limit: int, after: str | None = None) -> list[Conversation]:
-        """The owner's listed conversations, the last updated first; `after` names the last one of the page before."""
+        """The owner's listed conversations, the last updated first; `after` names the last one of the page before.
+
+        An `after` that is not in the list gives an empty page.
+        """
         ...
 
     async def delete_conversation(self, conversation: Conversation) -> None:
@@ -38,7 +57,7 @@ class Store(Protocol):
         ...
 
     async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
-        """Write a turn in one transaction: conversation (created or updated), response (now open) and its input items.
+        """Write a turn in one transaction: conversation (created or updated), response (now open), its input items, and its reply as begun.
 
         When `response.client_message_id` is set and the same owner's earlier response (younger than 24 h) carries the same one,
         nothing is written and that earlier response is returned.
@@ -46,14 +65,24 @@ class Store(Protocol):
         ...
 
     async def append(self, batch: Sequence[tuple[str, int, Entry]]) -> None:
-        """Append (response id, index, entry) to the responses' logs, pipelined. Indices of one response count up from 1."""
+        """Append (response id, index, entry) to the responses' logs, pipelined. Indices of one response count up from 1.
+
+        Raises: RefusedError naming the responses whose entries the log refused; the others' are written.
+        """
 
     async def entries(self, response: str, after: int = 0) -> list[Entry]:
         """A response's log entries of index > after, in order."""
         ...
 
-    async def finish(self, response: Response, reply: Item, conversation: Conversation) -> None:
-        """Write a response's end in one transaction: its record (now closed), its reply, and the conversation."""
+    async def repeated(self, owner: str, client_message_id: str) -> Response | None:
+        """The owner's response (younger than 24 h) that carries this client message id."""
+        ...
+
+    async def finish(self, response: Response, reply: Item) -> None:
+        """Write a response's end in one transaction: its record (now closed) and its reply.
+
+        Nothing is written when the response is no longer there: its conversation was deleted while it ran.
+        """
 
     async def response(self, id: str) -> Response | None: ...
 

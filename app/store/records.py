@@ -12,6 +12,7 @@ import msgspec
 
 VERSION = 1
 
+Role = Literal["system", "user", "assistant", "tool"]
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -34,7 +35,7 @@ class Item(msgspec.Struct, kw_only=True):
 
     id: str
     parent: str | None  # the item before it; None: the first
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Role
     text: str
     created_at: float
     response: str  # the response that brought it in (input) or made it (output)
@@ -85,7 +86,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(record: Conversation | Item | Response | Entry) -> bytes:
-    return _encoder.encode(record)
+    """Raises: RecordError when the record holds what cannot be written down, such as a lone surrogate."""
+    try:
+        return _encoder.encode(record)
+    except (TypeError, ValueError, OverflowError, RecursionError) as fault:
+        raise RecordError(f"expected a {type(record).__name__} that can be stored: {fault}") from fault
 
 
 def decode(data: bytes, kind: type[Record]) -> Record:
@@ -101,4 +106,4 @@ def decode(data: bytes, kind: type[Record]) -> Record:
 
 
 class RecordError(Exception):
-    """Stored bytes that cannot be read as the record they should be."""
+    """A record that cannot be written down, or stored bytes that are not the record they should be."""

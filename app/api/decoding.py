@@ -1,0 +1,151 @@
+"""Reading what clients send: JSON to typed messages, with errors that say what was expected and what came.
+
+Owns the sampling fields that every protocol shares. Bounds are part of the types, so that an absurd number is refused before anything
+is done with it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+
+from app.api.errors import ApiError
+from engine.core import SamplingParams
+
+T = TypeVar("T")
+
+SHOWN_CHARACTERS = 80
+MAX_STOPS = 16
+MAX_IDS = 1024
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """OpenAI's sampling fields and the extensions that open servers share (top_k, min_p, repetition_penalty, ...)."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_IDS)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_IDS)] | None = None
+    ignore_eos: bool | None = None
+
+    def sampling(self, max_tokens: int | None) -> SamplingParams:
+        """max_tokens None: to the end of the context. Without a seed each request draws its own."""
+        return SamplingParams(
+            max_tokens=max_tokens or 0,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            temperature=_or(self.temperature, 1.0),
+            top_k=max(0, self.top_k or 0),
+            top_p=_or(self.top_p, 1.0),
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias={_token_id(key): bias for key, bias in (self.logit_bias or {}).items()},
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class Part(msgspec.Struct):
+    """One part of a message's content. Only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+Content = str | list[Part]
+
+
+def text_of(content: Content | None, param: str) -> str:
+    """The text of a string or of text parts. Raises: ApiError for any other part"""
+    if isinstance(content, str):
+        return content
+    for part in content or ():
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            raise ApiError(
+                f"expected text parts (text, input_text or output_text) in {param}, got {part.type!r}", param, "unsupported_content"
+            )
+    return "".join(part.text or "" for part in content or ())
+
+
+async def body_of(request: Request) -> bytes:
+    """An HTTP request's body. Raises: ApiError when it is longer than a WebSocket frame may be"""
+    limit: int = request.app.state.max_body_bytes
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise ApiError(f"expected a body of at most {limit} bytes, got more", None, "request_too_large", 413)
+    return bytes(body)
+
+
+def decode(data: bytes | str, type: type[T]) -> T:
+    """Raises: ApiError, naming the field, what it should be and what it is"""
+    try:
+        try:
+            return msgspec.json.decode(data, type=type)
+        except msgspec.ValidationError as fault:
+            raise _invalid(fault, msgspec.json.decode(data)) from None
+    except (msgspec.DecodeError, UnicodeError) as fault:
+        raise ApiError(
+            f"expected a JSON object in UTF-8 without lone surrogates, got something else: {fault}", None, "invalid_json"
+        ) from None
+    except RecursionError:
+        raise ApiError("expected a JSON object, got one nested too deeply", None, "invalid_json") from None
+
+
+def whole_number(query: Mapping[str, str], name: str, default: int, most: int = 2**31) -> int:
+    """A query parameter. Raises: ApiError"""
+    text = query.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or int(text) > most:
+        raise ApiError(f"expected a whole number of 0 to {most} in {name}, got {text[:SHOWN_CHARACTERS]!r}", name)
+    return int(text)
+
+
+def _invalid(fault: msgspec.ValidationError, raw: Any) -> ApiError:
+    message, _, path = str(fault).partition(" - at `")
+    keys = re.findall(r"\w+|(?<=\[)\d+(?=\])", path.removeprefix("$"))
+    value = raw
+    for key in keys:
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+    got = "" if ", got" in message or "unknown field" in message or "missing required" in message else f", got {_shown(value)}"
+    param = ".".join(keys) or None
+    return ApiError(f"{message[:1].lower()}{message[1:]}{got}{f' in {param}' if param else ''}", param)
+
+
+def _shown(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _token_id(key: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", key, re.ASCII):
+        raise ApiError(f"expected token ids as keys of logit_bias, got {key[:SHOWN_CHARACTERS]!r}", "logit_bias")
+    return int(key)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

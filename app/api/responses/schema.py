@@ -1,0 +1,171 @@
+"""Requests of the Responses protocol, read and turned into turns.
+
+Owns which fields are understood, which are accepted only with their neutral value, and which are refused. No field that could change a reply is
+silently ignored; fields that only describe the caller, or the transport, are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from app.api.decoding import Content, Metadata, SamplingFields, decode, text_of
+from app.api.errors import ApiError
+from app.conversations.service import Turn
+from app.store.records import Role
+
+ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+StreamId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,256}$")]
+
+
+class InputItem(msgspec.Struct):
+    """A message. Ids and statuses that clients send back with an earlier reply are not needed."""
+
+    type: str = "message"
+    role: str | None = None
+    content: Content | None = None
+
+
+class ConversationName(msgspec.Struct):
+    id: str
+
+
+class TextFormat(msgspec.Struct):
+    type: str
+
+
+class TextOptions(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The create body, also the `response.create` event."""
+
+    type: str | None = None  # WebSocket
+    stream_id: str | None = None  # WebSocket: the lane; checked before this is read
+    model: str | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+
+    # Understood with their neutral value only.
+    generate: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: str | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    prompt: Any = None
+    context_management: Any = None
+    background: bool | None = None  # every run goes on without its connection, so there is nothing to ask for
+    service_tier: str | None = None
+
+    # About the caller or the transport.
+    stream: bool | None = None
+    stream_options: Any = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    def turn(self, owner: str, model: str, client_message_id: str | None = None) -> Turn:
+        """`model` is the name served. Raises: ApiError for what cannot be honoured"""
+        self._refuse_unsupported()
+        conversation = self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
+        return Turn(
+            owner=owner,
+            items=self._items(),
+            sampling=self.sampling(self.max_output_tokens),
+            instructions=self.instructions,
+            previous=self.previous_response_id,
+            conversation=conversation,
+            client_message_id=(self.metadata or {}).get("client_message_id") or client_message_id,
+            stored=self.store is not False,
+            request=self._echo(model, conversation),
+        )
+
+    def _items(self) -> list[tuple[Role, str]]:
+        if self.input is None or isinstance(self.input, str):
+            return [("user", self.input)] if self.input else []
+        items = []
+        for at, item in enumerate(self.input):
+            if item.type != "message":
+                raise ApiError(f"expected items of type message, got {item.type!r} in input.{at}", f"input.{at}", "unsupported_item")
+            if item.role not in ROLES:
+                raise ApiError(f"expected a role of {', '.join(ROLES)}, got {item.role!r} in input.{at}", f"input.{at}.role")
+            items.append((ROLES[item.role], text_of(item.content, f"input.{at}.content")))
+        return items
+
+    def _refuse_unsupported(self) -> None:
+        format = self.text.format.type if self.text and self.text.format else "text"
+        choice = self.tool_choice if isinstance(self.tool_choice, str | None) else "a tool"
+        reasoning = self.reasoning.effort if self.reasoning else None
+        for field, honoured, expected in (
+            ("generate", self.generate is not False, "true or none"),
+            ("tools", not self.tools, "an empty list or none"),
+            ("tool_choice", choice in (None, "auto", "none"), "auto or none"),
+            ("text.format", format == "text", "type text"),
+            ("reasoning.effort", reasoning in (None, "none"), "none"),
+            ("truncation", self.truncation in (None, "disabled"), "disabled"),
+            ("top_logprobs", not self.top_logprobs, "0"),
+            ("include", not set(self.include or ()) - {"reasoning.encrypted_content"}, "an empty list"),
+            ("prompt", self.prompt is None, "none"),
+            ("context_management", not self.context_management, "none"),
+            ("service_tier", self.service_tier in (None, "auto", "default"), "auto or default"),
+        ):
+            if not honoured:
+                raise ApiError(f"{field} is supported only as {expected}, got something else", field, "unsupported_value")
+
+    def _echo(self, model: str, conversation: str | None) -> dict[str, Any]:
+        """The request's settings as the response object shows them."""
+        return {
+            "model": model,
+            "instructions": self.instructions,
+            "conversation": conversation,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "store": self.store is not False,
+            "stop": self.stop,
+            "safety_identifier": self.safety_identifier,
+            "prompt_cache_key": self.prompt_cache_key,
+        }
+
+
+class ClientEvent(msgspec.Struct):
+    """What every WebSocket frame has; its other fields are read once the type is known."""
+
+    type: str
+    stream_id: Any = None
+
+
+class ResponseCancel(msgspec.Struct):
+    type: str
+    response_id: str | None = None  # None: the one in progress on the lane
+    stream_id: str | None = None
+
+
+def read_create(data: bytes | str) -> ResponseCreate:
+    """Raises: ApiError"""
+    return decode(data, ResponseCreate)

@@ -1,0 +1,80 @@
+"""From the engine's deltas to a run's log and its end.
+
+Owns the mapping of the engine's finish reasons to a response's terminal state. Every run it is given ends in exactly one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from app.conversations.journal import Journal
+from app.conversations.run import Run
+from app.store import StoreError
+from app.store.records import Entry, Item, Response, Status, Usage
+from engine.core import Delta, FinishReason
+
+log = logging.getLogger(__name__)
+
+Ending = tuple[Response, Item]
+
+
+async def pump(run: Run, journal: Journal, prompt_tokens: int) -> None:
+    """Follow the engine's work on `run` to its end, whatever happens on the way."""
+    assert run.generation
+    usage = Usage(prompt_tokens=prompt_tokens)
+    texts: list[str] = []
+    last = Delta((), "")
+    async for last in run.generation:
+        usage.cached_tokens = last.cached
+        usage.completion_tokens += len(last.ids)
+        texts.append(last.text)
+        journal.add(run, last.ids, last.text)
+    text = "".join(texts)
+    ids = list(last.reply) if last.reply or not text else None  # None: the engine broke off and cannot say; the text is encoded anew
+    status, reason = _outcome(last.finish, run.stopped_because)
+    try:
+        await journal.finish(run, *ended(run, status, text=text, ids=ids, usage=usage, reason=reason, error=last.error))
+    except StoreError as fault:
+        log.error("response %s could not be written to the log: %s", run.id, fault)
+        run.finish(*ended(run, "failed", text=text, ids=ids, usage=usage, error=f"the log could not be written: {fault}"))
+
+
+def ended(
+    run: Run,
+    status: Status,
+    *,
+    text: str = "",
+    ids: list[int] | None = None,
+    usage: Usage | None = None,
+    reason: str | None = None,
+    error: str | None = None,
+) -> Ending:
+    """The run's response and reply, as they are once it has ended."""
+    response = replace(run.response, status=status, completed_at=time.time(), usage=usage or Usage(), reason=reason, error=error)
+    return response, replace(run.reply, text=text, ids=ids, status="completed" if status == "completed" else "incomplete")
+
+
+def interrupted(run: Run, entries: Sequence[Entry]) -> Ending:
+    """The end of a run whose process died: what its log holds, marked incomplete."""
+    ids = [id for entry in entries for id in entry.ids]
+    usage = Usage(completion_tokens=len(ids))
+    # With stop strings the log's last tokens may reach beyond its text: let the text be encoded anew.
+    exact = not run.response.request.get("stop")
+    text = "".join(entry.text for entry in entries)
+    return ended(run, "incomplete", text=text, ids=ids if exact else None, usage=usage, reason="interrupted")
+
+
+def _outcome(finish: FinishReason | None, stopped_because: str | None) -> tuple[Status, str | None]:
+    match finish:
+        case FinishReason.STOP:
+            return "completed", None
+        case FinishReason.LENGTH:
+            return "incomplete", "max_output_tokens"
+        case FinishReason.CANCELLED:
+            return "incomplete", stopped_because or "server_shutdown"
+        case _:
+            return "failed", None

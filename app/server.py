@@ -1,0 +1,134 @@
+"""The ASGI application: routes and lifespan, nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from app import page
+from app.api.chat_completions import ChatCompletions
+from app.api.conversations import ConversationsApi
+from app.api.errors import ApiError, Refusal, refusal
+from app.api.health import Health
+from app.api.models import Models
+from app.api.responses.http import Responses
+from app.conversations.errors import ConversationError
+from app.conversations.service import Conversations
+from app.security import Guard
+from app.settings import Settings
+from app.store import Store, StoreError
+from app.store.embedded import EmbeddedServer
+from app.store.memory import MemoryStore
+from app.store.valkey import ValkeyStore, connect
+from engine.batcher import Batcher
+from engine.core import EngineError, EngineOptions
+
+log = logging.getLogger(__name__)
+
+
+def create_app(settings: Settings) -> ASGIApp:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with _opened_store(settings) as store:
+            batcher = Batcher(_engine_options(settings))
+            conversations = Conversations(store, batcher, _salts(settings))
+            cut = await conversations.recover()
+            if cut:
+                log.info("%d replies were cut when the server last ended; they are kept, marked incomplete", cut)
+            models = Models(batcher, settings.model_name)
+            adapters = (
+                Responses(conversations, models),
+                ChatCompletions(conversations, models),
+                ConversationsApi(conversations),
+                models,
+                Health(batcher, store, models),
+            )
+            app.router.routes += [route for adapter in adapters for route in adapter.routes] + page.routes()
+            batcher.start()
+            try:
+                yield
+            finally:
+                await conversations.close()
+                await batcher.close()
+
+    refused = (ApiError, ConversationError, EngineError, StoreError, Exception)
+    handlers = {HTTPException: _answer_http} | dict.fromkeys(refused, _answer)
+    app = Starlette(lifespan=lifespan, exception_handlers=handlers)
+    app.state.max_body_bytes = settings.max_frame_bytes
+    return Guard(app, settings.hosts, settings.allowed_origins, settings.keys)
+
+
+@asynccontextmanager
+async def _opened_store(settings: Settings) -> AsyncIterator[Store]:
+    if settings.store == "memory":
+        yield MemoryStore()
+        return
+    if settings.redis_url:
+        async with _connected(settings.redis_url) as store:
+            yield store
+        return
+    async with EmbeddedServer(settings.data_dir) as server, _connected(server.url) as store:
+        yield store
+
+
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[Store]:
+    store = ValkeyStore(connect(url))
+    try:
+        await store.ping()
+        yield store
+    finally:
+        await store.close()
+
+
+def _engine_options(settings: Settings) -> EngineOptions:
+    return EngineOptions(
+        model=settings.model,
+        cache_dir=settings.cache_dir,
+        threads=settings.threads,
+        max_batch_size=settings.max_batch_size,
+        max_step_tokens=settings.max_step_tokens,
+        max_total_tokens=settings.max_total_tokens,
+        block_size=settings.block_size,
+        max_queue=settings.max_queue,
+    )
+
+
+def _salts(settings: Settings) -> Callable[[str], bytes]:
+    """Each owner's root for prefix blocks: derived from a secret that no client sees, so that none can choose or guess another's."""
+    secret = secrets.token_bytes(32) if settings.store == "memory" else _kept_secret(settings.data_dir / "secret")
+    return lambda owner: hmac.digest(secret, owner.encode(), hashlib.sha256)
+
+
+def _kept_secret(path: Path) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+    except FileExistsError:
+        pass
+    return path.read_bytes()
+
+
+async def _answer(_: Request, fault: Exception) -> Response:
+    return refusal(fault).response()
+
+
+async def _answer_http(request: Request, fault: Exception) -> Response:
+    assert isinstance(fault, HTTPException)
+    words = {404: f"{request.url.path} does not exist", 405: f"{request.method} is not allowed on {request.url.path}"}
+    return Refusal(
+        fault.status_code, words.get(fault.status_code, fault.detail), "not_found" if fault.status_code == 404 else None
+    ).response()

@@ -1,0 +1,211 @@
+"""Every setting of the server, in one class: from flags, `HOCKET_*` environment variables and a TOML file, in that order of weight.
+
+Owns names, defaults, bounds and the rules between settings. Knows nothing of what the settings are used for.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from app.security import Keys, is_loopback, own_hosts, parse_authority, parse_origin, read_keys
+
+_PLACEHOLDERS = {"str": "TEXT", "int": "N", "Path": "PATH", "list[str]": "A,B,..."}
+
+_EPILOG = "Every flag is also an environment variable, as in HOCKET_MAX_QUEUE, and a name in the --config file, as in max_queue."
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; one line for each fault."""
+
+
+def xdg_folder(variable: str, default: str) -> Path:
+    """Hocket's own folder in one of the user's base folders (XDG Base Directory Specification: a relative value is ignored)."""
+    base = os.environ.get(variable, "")
+    return (Path(base) if base.startswith("/") else Path(default).expanduser()) / "hocket"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="HOCKET_",
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        cli_kebab_case=True,
+        cli_implicit_flags="toggle",
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    config: Path | None = Field(None, description="TOML file with settings, named as here with _ for -")
+    host: str = Field("127.0.0.1", description="address to listen on; others than loopback need --api-key or --no-auth")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    model: str = Field("default", min_length=1, description="model to serve: a GGUF file, a Hugging Face folder or hub id")
+    model_name: str | None = Field(None, min_length=1, description="name that clients know the model by; else its own")
+    data_dir: Path = Field(
+        default_factory=lambda: xdg_folder("XDG_DATA_HOME", "~/.local/share"),
+        description="folder of the conversations, one server's alone (default: ~/.local/share/hocket)",
+    )
+    cache_dir: Path = Field(
+        default_factory=lambda: xdg_folder("XDG_CACHE_HOME", "~/.cache"),
+        description="folder of fetched and converted models (default: ~/.cache/hocket)",
+    )
+    store: Literal["embedded", "memory"] = Field("embedded", description="where conversations are kept; memory: until the server ends")
+    redis_url: str | None = Field(None, repr=False, description="Redis or Valkey server to use in place of the embedded one")
+    api_key: Path | None = Field(None, description="file with the API keys that are let in, `key owner` on each line")
+    no_auth: bool = Field(False, description="listen on other addresses than loopback without any API key")
+    allowed_hosts: Annotated[list[str], NoDecode] = Field([], description="names (name or name:port) this server is reached by")
+    allowed_origins: Annotated[list[str], NoDecode] = Field([], description="foreign pages (https://name:port) that may use it")
+    threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: all cores")
+    max_batch_size: int = Field(32, ge=1, le=4096, description="conversations that run at once")
+    max_step_tokens: int = Field(512, ge=1, le=1 << 20, description="tokens in one step of the model")
+    max_total_tokens: int = Field(16384, ge=1, le=1 << 30, description="tokens the KV pool holds")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
+    max_queue: int = Field(256, ge=1, le=1 << 20, description="requests that may wait for a place in the batch")
+    max_frame_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="longest message a client may send")
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = Field("info", description="least grave message that is logged")
+
+    _keys: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self._keys)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Every Host header's name that is this server's."""
+        return [*own_hosts(self.host), *self.allowed_hosts]
+
+    @field_validator("allowed_hosts", "allowed_origins", mode="before")
+    @classmethod
+    def _separated(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if parse_authority(host) is None:
+                raise ValueError(f"expected name or name:port, got {host!r}")
+        return hosts
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if parse_origin(origin) is None:
+                raise ValueError(f"expected scheme://name or scheme://name:port, got {origin!r}")
+        return origins
+
+    @field_validator("host")
+    @classmethod
+    def _host_is_one(cls, host: str) -> str:
+        if parse_authority(own_hosts(host)[0]) is None or (":" not in host and parse_authority(host) != (host.lower(), None)):
+            raise ValueError(f"expected an address or a name to listen on, got {host!r}")
+        return host
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_url_is_one(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("expected redis://, rediss:// or unix://, got an address of another kind")
+        return url
+
+    @field_validator("config", "data_dir", "cache_dir", "api_key")
+    @classmethod
+    def _home_is_known(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser()
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Settings:
+        if self.max_step_tokens < self.max_batch_size:
+            raise ValueError(
+                f"expected max_step_tokens of at least max_batch_size, so that every conversation gets a token each step, "
+                f"got {self.max_step_tokens} and {self.max_batch_size}"
+            )
+        if self.max_total_tokens < self.block_size:
+            raise ValueError(f"expected max_total_tokens of at least block_size, got {self.max_total_tokens} and {self.block_size}")
+        if self.redis_url is not None and self.store == "memory":
+            raise ValueError("expected either redis_url or store memory, got both")
+        if self.api_key is not None and self.no_auth:
+            raise ValueError("expected either api_key or no_auth, got both")
+        if self.api_key is not None:
+            self._keys = read_keys(self.api_key)
+        elif not self.no_auth and not is_loopback(self.host):
+            raise ValueError(f"host {self.host} can be reached by others: expected api_key with a file of keys, or no_auth")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _ConfigFile(settings_cls)
+
+
+def load(arguments: Sequence[str], command: str) -> Settings:
+    """Settings from a command's flags, the environment and the file they name. Raises: SettingsError; SystemExit(0) after --help."""
+    parser = _Parser(prog=command, usage=f"{command} [flags]", allow_abbrev=False, epilog=_EPILOG)
+    flags: CliSettingsSource[Settings] = CliSettingsSource(Settings, root_parser=parser, add_argument_method=_add_flag)
+    try:
+        return CliApp.run(Settings, cli_args=list(arguments), cli_settings_source=flags)
+    except ValidationError as fault:
+        raise SettingsError("\n".join(_explained(error) for error in fault.errors(include_url=False))) from None
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+class _ConfigFile(PydanticBaseSettingsSource):
+    """The TOML file that `config`, from a weightier source, names."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError("a file is read as a whole")
+
+    def __call__(self) -> dict[str, Any]:
+        if not self.current_state.get("config"):
+            return {}
+        path = Path(self.current_state["config"]).expanduser()
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as fault:
+            raise SettingsError(f"config: expected a TOML file at {path}: {fault.strerror}") from None
+        except ValueError as fault:
+            raise SettingsError(f"config: expected {path} to be TOML: {fault}") from None
+        unknown = sorted(found.keys() - (Settings.model_fields.keys() - {"config"}))
+        if unknown:
+            raise SettingsError(f"config: {path} has unknown settings: {', '.join(unknown)}")
+        return found
+
+
+def _add_flag(parser: ArgumentParser, *names: str, **options: Any) -> Any:
+    """A flag as pydantic-settings describes it, with words for a person in place of types."""
+    if options.get("metavar") in _PLACEHOLDERS:
+        options["metavar"] = _PLACEHOLDERS[options["metavar"]]
+    help_text = options.get("help") or ""
+    if "(default factory:" in help_text or "(default: None)" in help_text or "(default: [])" in help_text:
+        options["help"] = help_text[: help_text.rindex("(default")].rstrip()
+    return parser.add_argument(*names, **options)
+
+
+def _explained(error: Any) -> str:
+    where = f"{error['loc'][0]}: " if error["loc"] else ""
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}{message}"
+    return f"{where}{message.replace('Input should', 'expected it to')}, got {str(error['input'])[:80]!r}"

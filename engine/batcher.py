@@ -1,0 +1,269 @@
+"""The async token-level batcher: the one door between asyncio and the engine thread.
+
+Owns the engine thread, its inbox of arrivals and aborts, and the delivery of each step's tokens to the event loop: one
+`call_soon_threadsafe` per step, however many sequences gained a token. Also the only way to tokenise, on threads
+of its own. Knows no conversations, no protocols and no owners (a session has a salt). Importing this module imports no torch:
+the engine is imported in its thread, so that a server's sockets open while weights load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from engine import core
+from engine.core import (
+    BusyError,
+    Delta,
+    EngineError,
+    EngineOptions,
+    FinishReason,
+    Message,
+    NotReadyError,
+    Prompt,
+    RequestError,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    from engine.engine import Deltas, Engine
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BEAT_SECONDS = 1.0  # an idle engine thread shows that it lives this often
+STALL_SECONDS = 20.0  # a thread that has not been seen for this long is not answering; one step takes far less
+
+
+@dataclass(slots=True, frozen=True)
+class Loading:
+    stage: str
+    fraction: float | None  # done, 0 to 1, if known
+
+
+@dataclass(slots=True, frozen=True)
+class Ready:
+    """What is served."""
+
+    model: str
+    context_length: int  # tokens of prompt and reply together, as far as the KV pool allows
+    vocab_size: int
+    fingerprint: str  # of tokenizer and template: token ids kept under another one mean nothing
+
+
+@dataclass(slots=True, frozen=True)
+class Failed:
+    error: str
+
+
+class Batcher:
+    """Start it inside a running event loop; every method is to be called from that loop."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.state: Loading | Ready | Failed = Loading("starting", None)
+        self._engine: Engine | None = None
+        self._thread: threading.Thread | None = None
+        self._tokenising = ThreadPoolExecutor(2, "tokeniser")
+        self._settled = asyncio.Event()
+        self._ids = itertools.count()
+        self._live: dict[int, Generation] = {}
+        self._wake = threading.Condition()
+        self._arrivals: list[core.Sequence] = []  # guarded by _wake, as the next two
+        self._aborts: list[core.Sequence] = []
+        self._closing = False
+        self._seen = time.monotonic()  # when the engine thread last began a round
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop the thread after its current step. Live generations end as cancelled."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread:
+            await asyncio.to_thread(self._thread.join)
+        self._tokenising.shutdown(cancel_futures=True)
+        self._end_all(FinishReason.CANCELLED, None)
+
+    async def settled(self) -> Ready:
+        """Wait until the model is loaded. Raises: NotReadyError if it cannot be."""
+        await self._settled.wait()
+        return self.ready()
+
+    def ready(self) -> Ready:
+        """Raises: NotReadyError"""
+        match self.state:
+            case Ready():
+                return self.state
+            case Loading(stage):
+                raise NotReadyError(f"the model is loading ({stage}); try again shortly", loading=True)
+            case Failed(error):
+                raise NotReadyError(f"the model could not be loaded: {error}", loading=False)
+
+    @property
+    def responsive(self) -> bool:
+        """Loaded, and the engine thread has been seen lately."""
+        return isinstance(self.state, Ready) and time.monotonic() - self._seen < STALL_SECONDS
+
+    async def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Render and tokenise a chat, off the event loop. Raises: NotReadyError, RequestError"""
+        return await self._tokenise(lambda engine: engine.template.prompt(messages))
+
+    async def encode(self, text: str) -> list[int]:
+        """The tokens of plain text, in which nothing is a control token. Raises: NotReadyError, RequestError"""
+        return await self._tokenise(lambda engine: engine.tokenizer.encode_plain(text))
+
+    def admit(self, ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuse now what could not run. Raises: NotReadyError, RequestError, BusyError"""
+        ready = self.ready()
+        if not ids:
+            raise RequestError("expected a prompt of at least one token, got an empty one", "input")
+        if len(ids) >= ready.context_length:
+            raise RequestError(
+                f"expected a prompt of fewer than {ready.context_length} tokens (the context), got {len(ids)}",
+                "input",
+                "context_length_exceeded",
+            )
+        if not 1 <= sampling.max_tokens <= ready.context_length:
+            raise RequestError(f"expected 1 to {ready.context_length} tokens to generate, got {sampling.max_tokens}", "max_output_tokens")
+        for param, named in (("input", ids), ("stop_token_ids", sampling.stop_ids), ("logit_bias", sampling.logit_bias)):
+            wrong = next((id for id in named if not 0 <= id < ready.vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"expected token ids of 0 to {ready.vocab_size - 1} in {param}, got {wrong}", param)
+        room = self.options.max_batch_size + self.options.max_queue
+        if len(self._live) >= room:
+            raise BusyError(f"{len(self._live)} requests are running or waiting, of at most {room}; try again shortly")
+
+    def session(self, salt: bytes) -> Session:
+        return Session(self, salt)
+
+    async def _tokenise(self, work: Callable[[Engine], T]) -> T:
+        self.ready()
+        assert self._engine
+        return await self._loop.run_in_executor(self._tokenising, work, self._engine)
+
+    def _submit(self, ids: list[int], salt: bytes, sampling: SamplingParams) -> Generation:
+        self.admit(ids, sampling)
+        generation = Generation(self, core.Sequence(next(self._ids), salt, ids, sampling))
+        self._live[generation.id] = generation
+        self._post(self._arrivals, generation.sequence)
+        return generation
+
+    def _post(self, inbox: list[core.Sequence], sequence: core.Sequence) -> None:
+        with self._wake:
+            inbox.append(sequence)
+            self._wake.notify()
+
+    def _deliver(self, deltas: Deltas) -> None:
+        for id, delta in deltas:
+            if generation := self._live.get(id):
+                generation._receive(delta)
+
+    def _end_all(self, finish: FinishReason, error: str | None) -> None:
+        for generation in list(self._live.values()):
+            generation._receive(Delta((), "", finish=finish, error=error))
+
+    def _set_state(self, state: Loading | Ready | Failed) -> None:
+        self.state = state
+        if isinstance(state, Failed):
+            self._end_all(FinishReason.ERROR, state.error)
+        if not isinstance(state, Loading):
+            self._settled.set()
+
+    # What follows runs in the engine thread.
+
+    def _main(self) -> None:
+        try:
+            self._engine = self._load()
+            self._serve(self._engine)
+        except EngineError as fault:
+            self._tell(self._set_state, Failed(str(fault)))
+        except Exception as fault:
+            log.exception("the engine thread ended")
+            self._tell(self._set_state, Failed(f"the engine thread ended: {type(fault).__name__}: {fault}"))
+
+    def _load(self) -> Engine:
+        from engine.engine import Engine
+
+        engine = Engine.load(self.options, lambda stage, fraction: self._tell(self._set_state, Loading(stage, fraction)))
+        checkpoint = engine.checkpoint
+        self._seen = time.monotonic()
+        self._tell(
+            self._set_state,
+            Ready(checkpoint.name, engine.scheduler.longest, checkpoint.config.vocab_size, engine.fingerprint),
+        )
+        return engine
+
+    def _serve(self, engine: Engine) -> None:
+        while not self._closing:
+            self._seen = time.monotonic()
+            with self._wake:
+                if engine.idle and not (self._arrivals or self._aborts or self._closing):
+                    self._wake.wait(BEAT_SECONDS)
+                arrivals, self._arrivals = self._arrivals, []
+                aborts, self._aborts = self._aborts, []
+            deltas = engine.step(arrivals, aborts)
+            if deltas:
+                self._tell(self._deliver, deltas)
+
+    def _tell(self, callback: Callable[[T], None], argument: T) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, argument)
+        except RuntimeError:  # the loop has closed under us: nobody is left to tell
+            self._closing = True
+
+
+class Session:
+    """A conversation's access to the engine: its requests share prefix blocks with those of the same salt only."""
+
+    def __init__(self, batcher: Batcher, salt: bytes) -> None:
+        self._batcher = batcher
+        self._salt = salt
+
+    def generate(self, ids: list[int], sampling: SamplingParams) -> Generation:
+        """Queue a prompt. Raises: NotReadyError, RequestError, BusyError"""
+        return self._batcher._submit(ids, self._salt, sampling)
+
+
+class Generation:
+    """One reply in the making: an async iterator of deltas, the last of which has `finish` set."""
+
+    def __init__(self, batcher: Batcher, sequence: core.Sequence) -> None:
+        self._batcher = batcher
+        self.sequence = sequence
+        self._deltas: asyncio.Queue[Delta] = asyncio.Queue()  # bounded by the request's max_tokens
+        self._finished = False
+
+    @property
+    def id(self) -> int:
+        return self.sequence.id
+
+    def cancel(self) -> None:
+        """Ask for the end; the last delta still comes, with what was generated until then."""
+        if not self._finished:
+            self._batcher._post(self._batcher._aborts, self.sequence)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while True:
+            delta = await self._deltas.get()
+            yield delta
+            if delta.finish:
+                return
+
+    def _receive(self, delta: Delta) -> None:
+        if delta.finish:
+            self._finished = True
+            del self._batcher._live[self.id]
+        self._deltas.put_nowait(delta)

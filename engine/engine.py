@@ -1,0 +1,122 @@
+"""The engine as one synchronous object: requests in, deltas of text and tokens out, a step at a time.
+
+Owns the scheduler, the runner and each reply's text stream, all of one model. Knows no threads, no asyncio and no conversations:
+`batcher.py` drives it from the engine thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from engine.blocks import BlockPool
+from engine.chat_template import ChatTemplate
+from engine.core import Delta, EngineOptions, FinishReason, Sequence, StepPlan
+from engine.detokenizer import TextStream
+from engine.models.llama import Llama
+from engine.runner import Runner
+from engine.scheduler import Limits, Sampled, Scheduler
+from engine.tokenizer import Tokenizer
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.convert import prepare
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float | None], None]  # (stage in words, fraction done if known)
+Deltas = list[tuple[int, Delta]]  # (sequence id, what it gained)
+
+STEPS_KEPT = 1024
+
+
+@dataclass(slots=True, frozen=True)
+class StepRecord:
+    """What one step did, for those who watch the engine."""
+
+    decodes: tuple[int, ...]  # ids of the sequences that decoded one token
+    prefills: tuple[tuple[int, int], ...]  # (sequence id, prompt tokens run)
+
+
+class Engine:
+    def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
+        """Memory-map the weights and allot the KV pool. Raises: ModelError"""
+        config = checkpoint.config
+        self.checkpoint = checkpoint
+        self.tokenizer = Tokenizer(checkpoint.tokenizer_path, checkpoint.eos_ids)
+        self.template = ChatTemplate(checkpoint.template, self.tokenizer, **checkpoint.special_tokens)
+        blocks = -(-options.max_total_tokens // options.block_size)
+        self.runner = Runner(Llama(config, checkpoint.tensors()), blocks, options.block_size)
+        limits = Limits(options.max_batch_size, options.max_step_tokens, config.context_length, frozenset(checkpoint.eos_ids))
+        self.scheduler = Scheduler(BlockPool(blocks, options.block_size), limits)
+        self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._texts: dict[int, TextStream] = {}
+
+    @classmethod
+    def load(cls, options: EngineOptions, progress: Progress) -> Engine:
+        """Fetch and convert the model if this was not done before, then load it. Raises: ModelError"""
+        torch.set_num_threads(options.threads or torch.get_num_threads())
+        checkpoint = prepare(options.model, options.cache_dir, progress)
+        progress("loading the weights", None)
+        return cls(checkpoint, options)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of tokenizer and template: token ids kept under another one mean nothing."""
+        return hashlib.sha256(f"{self.tokenizer.digest()} {self.template.digest()}".encode()).hexdigest()
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def step(self, arrivals: Iterable[Sequence] = (), aborts: Iterable[Sequence] = ()) -> Deltas:
+        """Take requests in and out, run one forward pass, and say what each sequence gained."""
+        for sequence in arrivals:
+            self._texts[sequence.id] = TextStream(self.tokenizer, sequence.sampling.stop)
+        aborts = [sequence for sequence in aborts if sequence.id in self._texts]
+        plan = self.scheduler.plan(arrivals, aborts)
+        deltas = [(sequence.id, self._last(sequence, FinishReason.CANCELLED)) for sequence in aborts]
+        if plan.chunks:
+            self.steps.append(_record(plan))
+            deltas += self._run(plan)
+        return deltas
+
+    def _run(self, plan: StepPlan) -> Deltas:
+        try:
+            result = self.runner.run(plan)
+        except Exception as fault:  # whatever it is, only this step's sequences pay for it
+            log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
+            return [(chunk.sequence.id, self._fail(chunk.sequence, fault)) for chunk in plan.chunks]
+        return [(sampled.sequence.id, self._delta(sampled)) for sampled in self.scheduler.advance(plan, result)]
+
+    def _delta(self, sampled: Sampled) -> Delta:
+        sequence, token = sampled.sequence, sampled.token
+        if sampled.finish is FinishReason.STOP:
+            return self._last(sequence, FinishReason.STOP)
+        stream = self._texts[sequence.id]
+        text = stream.push(token)
+        if stream.stopped:
+            self.scheduler.finish(sequence)
+            return self._last(sequence, FinishReason.STOP, (token,), text)
+        if sampled.finish:
+            return self._last(sequence, sampled.finish, (token,), text)
+        return Delta((token,), text, sequence.cached)
+
+    def _last(self, sequence: Sequence, finish: FinishReason, ids: tuple[int, ...] = (), text: str = "") -> Delta:
+        stream = self._texts.pop(sequence.id)
+        text += stream.flush()
+        return Delta(ids, text, sequence.cached, finish, tuple(stream.visible_ids()))
+
+    def _fail(self, sequence: Sequence, fault: Exception) -> Delta:
+        self.scheduler.finish(sequence)
+        last = self._last(sequence, FinishReason.ERROR)
+        return Delta((), last.text, last.cached, FinishReason.ERROR, last.reply, f"the engine failed in a step: {type(fault).__name__}")
+
+
+def _record(plan: StepPlan) -> StepRecord:
+    decodes = tuple(chunk.sequence.id for chunk in plan.chunks if chunk.sequence.output and len(chunk.tokens) == 1)
+    prefills = tuple((chunk.sequence.id, len(chunk.tokens)) for chunk in plan.chunks if chunk.sequence.id not in decodes)
+    return StepRecord(decodes, prefills)

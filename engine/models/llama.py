@@ -1,0 +1,94 @@
+"""The Llama-architecture decoder over the kernel interface.
+
+Owns the order of a forward pass and where its weights are. Knows no scheduler, file format or sampling.
+(Llama: Touvron et al., 2023)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.core import ModelConfig
+from engine.kernels import reference as kernels
+from engine.kernels.batch import Batch
+from engine.models import rope
+
+
+@dataclass(slots=True, frozen=True)
+class Projection:
+    weight: torch.Tensor  # [outputs, inputs]
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.linear(x, self.weight, self.bias)
+
+
+@dataclass(slots=True, frozen=True)
+class Layer:
+    input_norm: torch.Tensor  # [hidden]
+    q: Projection
+    k: Projection
+    v: Projection
+    out: Projection
+    mlp_norm: torch.Tensor  # [hidden]
+    gate: Projection
+    up: Projection
+    down: Projection
+
+
+class Llama:
+    """`weights` have Hugging Face names and layout (`model.layers.0.self_attn.q_proj.weight`, ...)."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
+        self.config = config
+        self._weights = weights
+        self.dtype = dtype
+        self.embedding = self._tensor("model.embed_tokens.weight")  # [vocab, hidden]
+        self.layers = [self._layer(f"model.layers.{index}.") for index in range(config.layers)]
+        self.norm = self._tensor("model.norm.weight")
+        self.head = self.embedding if config.tied_head else self._tensor("lm_head.weight")
+        self.cos, self.sin = (table.to(dtype) for table in rope.tables(config, config.context_length))
+
+    def new_cache(self, blocks: int, block_size: int) -> torch.Tensor:
+        """[layers, 2 (keys, values), blocks, block_size, kv_heads, head_dim]; memory is taken as blocks are first written."""
+        config = self.config
+        return torch.zeros(config.layers, 2, blocks, block_size, config.kv_heads, config.head_dim, dtype=self.dtype)
+
+    def forward(self, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        """Run a step's rows, writing their K and V into `cache`; logits [len(batch.sample_rows), vocab]."""
+        config = self.config
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        x = self.embedding[batch.tokens]
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            h = kernels.rms_norm(x, layer.input_norm, config.rms_eps)
+            q = kernels.rope(layer.q(h).view(-1, config.heads, config.head_dim), cos, sin)
+            k = kernels.rope(layer.k(h).view(-1, config.kv_heads, config.head_dim), cos, sin)
+            v = layer.v(h).view(-1, config.kv_heads, config.head_dim)
+            kernels.write_kv(layer_cache, k, v, batch.slots)
+            x = x + layer.out(kernels.paged_attention(q, layer_cache, batch.spans).flatten(1))
+            h = kernels.rms_norm(x, layer.mlp_norm, config.rms_eps)
+            x = x + layer.down(kernels.silu_mul(layer.gate(h), layer.up(h)))
+        return kernels.linear(kernels.rms_norm(x[batch.sample_rows], self.norm, config.rms_eps), self.head)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._weights[name].to(self.dtype)
+
+    def _layer(self, prefix: str) -> Layer:
+        def projection(name: str, biased: bool) -> Projection:
+            return Projection(self._tensor(f"{prefix}{name}.weight"), self._tensor(f"{prefix}{name}.bias") if biased else None)
+
+        attention, mlp = self.config.attention_bias, self.config.mlp_bias
+        return Layer(
+            input_norm=self._tensor(f"{prefix}input_layernorm.weight"),
+            q=projection("self_attn.q_proj", attention),
+            k=projection("self_attn.k_proj", attention),
+            v=projection("self_attn.v_proj", attention),
+            out=projection("self_attn.o_proj", attention),
+            mlp_norm=self._tensor(f"{prefix}post_attention_layernorm.weight"),
+            gate=projection("mlp.gate_proj", mlp),
+            up=projection("mlp.up_proj", mlp),
+            down=projection("mlp.down_proj", mlp),
+        )

@@ -1,0 +1,139 @@
+"""Flags weigh more than the environment, the environment more than the file, and nothing unknown or unfit is taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from app.settings import Settings, SettingsError, load
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("HOCKET_", "XDG_")):
+            monkeypatch.delenv(name)
+
+
+def loaded(*flags: str) -> Settings:
+    return load(flags, "hocket serve")
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ana")
+    settings = loaded()
+    assert (settings.host, settings.port, settings.model, settings.model_name) == ("127.0.0.1", 8000, "default", None)
+    assert settings.data_dir == Path("/home/ana/.local/share/hocket")
+    assert settings.cache_dir == Path("/home/ana/.cache/hocket")
+    assert (settings.store, settings.redis_url) == ("embedded", None)
+    assert (settings.max_batch_size, settings.max_step_tokens, settings.max_total_tokens, settings.block_size) == (32, 512, 16384, 16)
+    assert (settings.threads, settings.max_queue, settings.max_frame_bytes, settings.log_level) == (0, 256, 4 * 1024 * 1024, "info")
+    assert settings.keys.owner({"headers": []}) == "local"
+    assert settings.hosts == ["127.0.0.1", "localhost", "127.0.0.1", "[::1]"]
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    assert loaded().data_dir == Path("/data/hocket")
+    assert loaded().cache_dir == Path("/home/ana/.cache/hocket")
+
+
+def test_which_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hocket.toml"
+    file.write_text('port = 1\nmax_queue = 1\nthreads = 1\nallowed_hosts = ["a", "b:2"]\nno_auth = true\n')
+    monkeypatch.setenv("HOCKET_CONFIG", str(file))
+    monkeypatch.setenv("HOCKET_MAX_QUEUE", "2")
+    monkeypatch.setenv("HOCKET_THREADS", "2")
+    monkeypatch.setenv("HOCKET_MODEL", "")
+    settings = loaded("--threads", "3")
+    assert (settings.port, settings.max_queue, settings.threads, settings.model) == (1, 2, 3, "default")
+    assert settings.allowed_hosts == ["a", "b:2"] and settings.no_auth
+    other = tmp_path / "other.toml"
+    other.write_text("port = 9")
+    assert loaded("--config", str(other)).port == 9
+
+
+def test_lists_are_separated_by_commas_or_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded("--allowed-hosts", "a, b:1", "--allowed-hosts", "c").allowed_hosts == ["a", "b:1", "c"]
+    monkeypatch.setenv("HOCKET_ALLOWED_ORIGINS", "https://a,http://b:1")
+    assert loaded().allowed_origins == ["https://a", "http://b:1"]
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ana")
+    assert loaded("--data-dir", "~/x").data_dir == Path("/home/ana/x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--bogus", "1"], "unrecognized arguments: --bogus"),
+        (["--por", "1"], "unrecognized arguments: --por"),
+        (["word"], "unrecognized arguments: word"),
+        (["--port"], "--port: expected one argument"),
+        (["--port", "x"], "port: expected it to be a valid integer.*got 'x'"),
+        (["--port", "65536"], "port: expected it to be less than or equal to 65535, got '65536'"),
+        (["--threads", "-1"], "threads: expected it to be greater than or equal to 0"),
+        (["--store", "disk"], "store: expected it to be 'embedded' or 'memory', got 'disk'"),
+        (["--host", "a/b"], "host: expected an address or a name"),
+        (["--host", "127.0.0.1:8000"], "host: expected an address or a name"),
+        (["--host", "0.0.0.0"], "host 0.0.0.0 can be reached by others: expected api_key"),
+        (["--host", "example.org"], "host example.org can be reached by others"),
+        (["--allowed-hosts", "ok,http://x"], "allowed_hosts: expected name or name:port, got 'http://x'"),
+        (["--allowed-origins", "null"], "allowed_origins: expected scheme://name"),
+        (["--allowed-origins", "https://x/path"], "allowed_origins: expected scheme://name"),
+        (["--redis-url", "http://u:SECRET@x"], "redis_url: expected redis://"),
+        (["--redis-url", "redis://x", "--store", "memory"], "either redis_url or store memory"),
+        (["--max-step-tokens", "8"], "expected max_step_tokens of at least max_batch_size"),
+        (["--max-total-tokens", "8"], "expected max_total_tokens of at least block_size"),
+        (["--config", "/none.toml"], "config: expected a TOML file at /none.toml: No such file"),
+        (["--api-key", "/none"], "expected a file of API keys at /none: No such file"),
+    ],
+)
+def test_what_is_refused(flags: list[str], expected: str) -> None:
+    with pytest.raises(SettingsError, match=expected) as caught:
+        loaded(*flags)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_every_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(SettingsError, match="(?s)port: .*\n.*block_size: "):
+        loaded("--block-size", "0")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prot = 1", "unknown settings: prot"),
+        ('config = "x"', "unknown settings: config"),
+        ("port = ", "to be TOML"),
+        ('port = "x"', "port: expected it to be a valid integer"),
+        ("allowed_hosts = 3", "allowed_hosts: expected it to be a valid list"),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "hocket.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=expected):
+        loaded("--config", str(file))
+
+
+def test_keys_open_other_addresses_and_stay_secret(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("SECRET-1 ana\n")
+    settings = loaded("--host", "0.0.0.0", "--api-key", str(file), "--redis-url", "redis://:SECRET@x")
+    assert settings.keys.owner({"headers": [(b"api-key", b"SECRET-1")]}) == "ana"
+    assert "SECRET" not in repr(settings) + str(settings)
+    with pytest.raises(SettingsError, match="either api_key or no_auth"):
+        loaded("--api-key", str(file), "--no-auth")
+    assert loaded("--host", "0.0.0.0", "--no-auth").hosts[0] == "0.0.0.0"
+    file.write_text("SECRET-1 ana\nSECRET-1 ben\n")
+    with pytest.raises(SettingsError, match="line 2: the key of line 1 again") as caught:
+        loaded("--api-key", str(file))
+    assert "SECRET" not in str(caught.value)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        loaded().port = 1

@@ -1,0 +1,121 @@
+"""A real Chromium on the real server, and the few things every page test does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+
+CHROMIUM = "/usr/bin/chromium"
+ARGUMENTS = ["--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
+PATIENCE = 60_000  # milliseconds a reply may take on a slow machine
+SHORT = {"temperature": 0, "max_output_tokens": 24}
+LONG = {"temperature": 0, "max_output_tokens": 160}
+
+
+@dataclass(slots=True)
+class Chat:
+    """One page and what can be seen and done on it; `faults` collects what a page must never do."""
+
+    page: Page
+    url: str
+    faults: list[str] = field(default_factory=list)
+
+    def open(self, path: str = "/") -> Chat:
+        self.page.goto(self.url + path)
+        return self
+
+    def send(self, text: str) -> None:
+        self.page.get_by_label("Your message").fill(text)
+        self.page.keyboard.press("Enter")
+
+    @property
+    def replies(self) -> Locator:
+        return self.page.locator(".message.assistant")
+
+    @property
+    def questions(self) -> Locator:
+        return self.page.locator(".message.user")
+
+    @property
+    def rows(self) -> Locator:
+        return self.page.locator(".conversation")
+
+    def ended(self, count: int, status: str = "completed|incomplete") -> None:
+        """Wait until there are so many replies and the last one has ended."""
+        expect(self.replies).to_have_count(count, timeout=PATIENCE)
+        expect(self.replies.last).to_have_attribute("data-status", re.compile(f"^({status})$"), timeout=PATIENCE)
+
+    def writing(self, characters: int = 20) -> None:
+        """Wait until the last reply is being written and shows at least so many characters."""
+        self.page.wait_for_function(
+            "n => { const last = [...document.querySelectorAll('.message.assistant')].at(-1);"
+            " return last?.dataset.status === 'in_progress' && last.querySelector('.body').textContent.length >= n }",
+            arg=characters,
+            timeout=PATIENCE,
+        )
+
+    def copied(self, message: Locator) -> str:
+        """The message's own text, as its Copy button gives it."""
+        message.get_by_role("button", name="Copy", exact=True).last.click()
+        return str(self.page.evaluate("navigator.clipboard.readText()"))
+
+    @property
+    def conversation(self) -> str:
+        self.page.wait_for_url("**/c/*")
+        return self.page.url.rsplit("/", 1)[1]
+
+    def items(self, conversation: str | None = None) -> list[dict[str, Any]]:
+        """What the API says the conversation holds: [{role, text, status, response_id}]."""
+        answer = httpx.get(f"{self.url}/v1/conversations/{conversation or self.conversation}/items", params={"limit": 100, "order": "asc"})
+        answer.raise_for_status()
+        return [{**item, "text": "".join(part["text"] for part in item["content"])} for item in answer.json()["data"]]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1100, "height": 760}, permissions=["clipboard-read", "clipboard-write"])
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def chat(context: BrowserContext, server: Any) -> Iterator[Chat]:
+    """A page on the server with short, greedy replies. Whatever runs a foreign script, leaves the origin or throws fails the test."""
+    chat = new_chat(context, server.url, SHORT)
+    yield chat
+    assert chat.faults == []
+
+
+def new_chat(context: BrowserContext, url: str, settings: dict[str, Any]) -> Chat:
+    page = context.new_page()
+    page.add_init_script(f"localStorage.setItem('hocket.settings', {json.dumps(json.dumps(settings))})")
+    chat = Chat(page, url)
+    page.on("pageerror", lambda error: chat.faults.append(f"script error: {error}"))
+    page.on("dialog", lambda dialog: (chat.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda request: outside(chat, request.url))
+    page.on("console", lambda message: "Content Security Policy" in message.text and chat.faults.append(message.text))
+    return chat
+
+
+def outside(chat: Chat, url: str) -> None:
+    if not url.startswith((chat.url, "data:", "blob:")):
+        chat.faults.append(f"request to {url}")
+
+
+def set_length(chat: Chat, settings: dict[str, Any]) -> None:
+    chat.page.evaluate("settings => localStorage.setItem('hocket.settings', JSON.stringify(settings))", settings)

@@ -1,0 +1,31 @@
+"""Fixtures for the whole suite. `server` is the real thing: a process with the default model and its own data folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving import Server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(tmp_path_factory.mktemp("server")).start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def new_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Makes servers with flags of their own, not yet started; they are stopped at the end."""
+    made: list[Server] = []
+
+    def make(*flags: str) -> Server:
+        made.append(Server(tmp_path / f"server{len(made)}", *flags))
+        return made[-1]
+
+    yield make
+    for running in made:
+        running.stop()
