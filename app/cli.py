@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case ["bench", *rest]:
                 return bench(rest)
             case ["--version" | "-V"]:
-                sys.stdout.write(f"hocket {importlib.metadata.version('hocket')}\n")
+                sys.stdout.write(f"hocket {_version()}\n")
                 return 0
             case ["--help" | "-h" | "help"]:
                 sys.stdout.write(USAGE)
@@ -257,6 +257,13 @@ def _parameters(config: ModelConfig) -> int:
     mlp = 3 * config.hidden_size * config.intermediate_size + config.mlp_bias * (2 * config.intermediate_size + config.hidden_size)
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_head else 2)
     return tables + config.layers * (attention + mlp + 2 * config.hidden_size) + config.hidden_size
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("hocket")
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from a checkout, not installed)"
 
 
 def _authority(host: str, port: int) -> str:

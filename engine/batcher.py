@@ -186,8 +186,7 @@ class Batcher:
 
     def _main(self) -> None:
         try:
-            self._engine = self._load()
-            self._serve(self._engine)
+            self._serve(self._load())
         except EngineError as fault:
             self._tell(self._set_state, Failed(str(fault)))
         except Exception as fault:
@@ -199,11 +198,10 @@ class Batcher:
 
         engine = Engine.load(self.options, lambda stage, fraction: self._tell(self._set_state, Loading(stage, fraction)))
         checkpoint = engine.checkpoint
+        self._engine = engine
         self._seen = time.monotonic()
-        self._tell(
-            self._set_state,
-            Ready(checkpoint.name, engine.scheduler.longest, checkpoint.config.vocab_size, engine.fingerprint),
-        )
+        ready = Ready(checkpoint.name, engine.scheduler.longest, checkpoint.config.vocab_size, engine.fingerprint)
+        self._tell(self._set_state, ready)
         return engine
 
     def _serve(self, engine: Engine) -> None:

@@ -76,7 +76,7 @@ class Engine:
         """Take requests in and out, run one forward pass, and say what each sequence gained."""
         for sequence in arrivals:
             self._texts[sequence.id] = TextStream(self.tokenizer, sequence.sampling.stop)
-        aborts = [sequence for sequence in aborts if sequence.id in self._texts]
+        aborts = [sequence for sequence in dict.fromkeys(aborts) if sequence.id in self._texts]  # some may have ended meanwhile
         plan = self.scheduler.plan(arrivals, aborts)
         deltas = [(sequence.id, self._last(sequence, FinishReason.CANCELLED)) for sequence in aborts]
         if plan.chunks:

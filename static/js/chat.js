@@ -203,7 +203,7 @@ export class Chat {
   #apply(conversation, reply, event) {
     if (!applyEvent(reply, event)) return;
     if (isTerminal(event)) {
-      if (reply.askedAt) reply.seconds = (performance.now() - reply.askedAt) / 1000;
+      if (reply.askedAt) reply.took = (performance.now() - reply.askedAt) / 1000;
       reply.road = null;
       conversation.running.delete(reply.responseId);
       conversation.unseen = conversation.id !== this.store.openId;
@@ -262,7 +262,7 @@ export class Chat {
     const { store } = this;
     this.flush();
     if (again || store.listState === "failed") await this.library.loadList();
-    if (store.open) await this.library.refresh(store.open);
+    if (store.open) await this.library.refresh(store.open, { thoroughly: again });
   }
 
   /** Follow a running reply over HTTP to its end, through broken connections. Returns when it ended or the socket is down too. */
@@ -318,7 +318,7 @@ export class Chat {
     const conversation = this.store.conversations.get(changed ?? deleted);
     if (deleted && conversation) this.library.forget(conversation, "gone");
     if (!changed) return;
-    if (conversation && changed === this.store.openId) this.library.refresh(conversation);
+    if (conversation && changed === this.store.openId) this.library.refresh(conversation, { thoroughly: true });
     else this.library.loadList();
   }
 

@@ -4,14 +4,12 @@ const number = new Intl.NumberFormat("en");
 const DAY = 24 * 60 * 60;
 
 /** "182 tokens · 40 of 52 prompt tokens from cache · 3.4 s · 54 tokens/s" */
-export function numbersOf({ usage, seconds }) {
+export function numbersOf({ usage, took, seconds }) {
   if (!usage) return "";
   const parts = [`${number.format(usage.output)} ${usage.output === 1 ? "token" : "tokens"}`];
   if (usage.prompt) parts.push(`${number.format(usage.cached)} of ${number.format(usage.prompt)} prompt tokens from cache`);
-  if (seconds > 0) {
-    parts.push(seconds < 10 ? `${seconds.toFixed(1)} s` : `${Math.round(seconds)} s`);
-    if (seconds >= 0.1 && usage.output > 1) parts.push(`${number.format(Math.round(usage.output / seconds))} tokens/s`);
-  }
+  if (took) parts.push(`${took.toFixed(took < 10 ? 1 : 0)} s`, `${number.format(Math.round(usage.output / took))} tokens/s`);
+  else if (seconds) parts.push(`${seconds} s`);
   return parts.join(" · ");
 }
 

@@ -23,8 +23,11 @@ export class Library {
     const { store } = this;
     try {
       const page = await api.listConversations(more ? store.listMore : null);
-      for (const record of page.data) this.#applyRecord(record);
-      if (!more) this.#dropMissing(page);
+      const conversations = page.data.map((record) => this.#applyRecord(record));
+      if (!more) {
+        store.placeFirst(conversations);
+        this.#dropMissing(page);
+      }
       if (more || store.listState !== "ready") store.listMore = page.has_more ? page.last_id : null;
       store.listState = "ready";
     } catch (fault) {
@@ -48,6 +51,7 @@ export class Library {
   async create() {
     const conversation = this.#applyRecord({ updated_at: Date.now() / 1000, running: [], ...(await api.createConversation()) });
     conversation.state = "read";
+    this.store.placeFirst([conversation]);
     this.store.openId = conversation.id;
     this.store.emit("open");
   }
@@ -62,9 +66,10 @@ export class Library {
     if (id !== null) await this.refresh(store.conversation(id));
   }
 
-  /** Read what the server has of a conversation and follow what runs in it. */
-  async refresh(conversation) {
+  /** Read what the server has of a conversation, its items too if they may have changed (or `thoroughly`, in any case). */
+  async refresh(conversation, { thoroughly = false } = {}) {
     conversation.stale = true;
+    if (thoroughly) conversation.itemsAt = null;
     conversation.refreshing ??= this.#refreshUntilFresh(conversation).finally(() => (conversation.refreshing = null));
     return conversation.refreshing;
   }

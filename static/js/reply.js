@@ -19,7 +19,8 @@ export function newReply(responseId) {
     reason: null, // why it is incomplete
     error: null, // what made it fail, in words
     usage: null, // {prompt, cached, output} in tokens
-    seconds: null, // from asking to the last word
+    took: null, // seconds from asking to the last word, as measured here
+    seconds: null, // the same as the server says it, in whole seconds
     seq: -1, // last sequence number applied
     received: "", // text put together from events, which may still trail `text` while a replay catches up
     stopping: false,
@@ -56,7 +57,7 @@ export function applyResponse(reply, response) {
       output: response.usage.output_tokens,
     };
   }
-  if (response.completed_at && response.created_at) reply.seconds ??= response.completed_at - response.created_at;
+  if (response.completed_at && response.created_at) reply.seconds = response.completed_at - response.created_at;
 }
 
 /** Show this text unless more of it is shown already. */

@@ -36,6 +36,11 @@ export class Store {
     return this.conversations.get(id);
   }
 
+  /** Let these, in this order, be the newest of those with equal times: the server's times are whole seconds. */
+  placeFirst(conversations) {
+    this.conversations = new Map([...conversations.map((each) => [each.id, each]), ...this.conversations]);
+  }
+
   /** Newest first. */
   sorted() {
     return [...this.conversations.values()].filter((each) => each.listed).sort((a, b) => b.updatedAt - a.updatedAt);

@@ -360,7 +360,7 @@ def test_an_allowed_foreign_page_may_use_fetch() -> None:
 
 def test_unusable_names_are_refused_at_start() -> None:
     for hosts, origins in ((["a/b"], []), ([], ["null"]), ([], ["page.example"])):
-        with pytest.raises(ValueError, match="expected (a host|an origin), got"):
+        with pytest.raises(ValueError, match=r"expected (a host|an origin), got"):
             Guard(Reached(), hosts, origins, Keys({}))
 
 

@@ -98,7 +98,7 @@ def test_what_is_refused(flags: list[str], expected: str) -> None:
 
 def test_every_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_PORT", "tcp://10.0.0.1:8000")
-    with pytest.raises(SettingsError, match="(?s)port: .*\n.*block_size: "):
+    with pytest.raises(SettingsError, match=r"(?s)port: .*\n.*block_size: "):
         loaded("--block-size", "0")
 
 
@@ -137,3 +137,8 @@ def test_keys_open_other_addresses_and_stay_secret(tmp_path: Path) -> None:
 def test_settings_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         loaded().port = 1
+
+
+def test_a_misspelt_setting_in_code_is_refused() -> None:
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        Settings(prot=1)  # type: ignore[call-arg]

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
+from tests.serving import Server
+
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
 PATIENCE = 60_000  # milliseconds a reply may take on a slow machine
@@ -73,7 +75,8 @@ class Chat:
 
     def items(self, conversation: str | None = None) -> list[dict[str, Any]]:
         """What the API says the conversation holds: [{role, text, status, response_id}]."""
-        answer = httpx.get(f"{self.url}/v1/conversations/{conversation or self.conversation}/items", params={"limit": 100, "order": "asc"})
+        params: dict[str, str | int] = {"limit": 100, "order": "asc"}
+        answer = httpx.get(f"{self.url}/v1/conversations/{conversation or self.conversation}/items", params=params)
         answer.raise_for_status()
         return [{**item, "text": "".join(part["text"] for part in item["content"])} for item in answer.json()["data"]]
 
@@ -94,7 +97,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 
 @pytest.fixture
-def chat(context: BrowserContext, server: Any) -> Iterator[Chat]:
+def chat(context: BrowserContext, server: Server) -> Iterator[Chat]:
     """A page on the server with short, greedy replies. Whatever runs a foreign script, leaves the origin or throws fails the test."""
     chat = new_chat(context, server.url, SHORT)
     yield chat

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import BrowserContext, WebSocketRoute, expect
 
-from tests.browser.conftest import LONG, PATIENCE, Chat, new_chat, set_length
+from tests.browser.conftest import LONG, PATIENCE, SHORT, Chat, new_chat, set_length
+from tests.serving import Server
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +93,7 @@ def test_a_reload_mid_reply_goes_on_and_text_never_shrinks(chat: Chat) -> None:
     expect(chat.questions).to_have_count(1)
 
 
-def test_a_second_tab_follows(chat: Chat, context: BrowserContext, server: Any) -> None:
+def test_a_second_tab_follows(chat: Chat, context: BrowserContext, server: Server) -> None:
     chat.open()
     chat.send("Say hello.")
     chat.ended(1)
@@ -276,7 +278,7 @@ def test_enter_sends_but_not_while_composing(chat: Chat) -> None:
     chat.ended(1)
 
 
-def test_a_server_killed_mid_reply_comes_back_and_one_goes_on(chat: Chat, server: Any) -> None:
+def test_a_server_killed_mid_reply_comes_back_and_one_goes_on(chat: Chat, server: Server) -> None:
     chat.open()
     set_length(chat, LONG)
     chat.send("Tell me a long story about the sea.")
@@ -317,3 +319,34 @@ def test_a_lost_connection_is_shown_and_found_again(chat: Chat) -> None:
     banner.get_by_role("button", name="Try now").click()
     chat.ended(1)
     expect(banner).to_have_count(0)
+
+
+def test_a_key_is_asked_for_once_and_a_wrong_one_stops(context: BrowserContext, new_server: Callable[..., Server], tmp_path: Path) -> None:
+    """C10: a refused key ends the connecting until there is another one."""
+    keys = tmp_path / "keys"
+    keys.write_text("right-key ana\n")
+    running = new_server("--api-key", str(keys)).start()
+    chat = new_chat(context, running.url, SHORT)
+    sockets: list[str] = []
+    chat.page.on("websocket", lambda socket: sockets.append(socket.url))
+    chat.open()
+    dialog = chat.page.locator("#key-dialog")
+    expect(dialog).to_contain_text("This server asks for a key")
+    dialog.get_by_label("API key").fill("wrong-key")
+    dialog.get_by_role("button", name="Continue").click()
+    expect(dialog).to_contain_text("The key used so far is not accepted")
+    count = len(sockets)
+    dialog.get_by_role("button", name="Not now").click()
+    expect(chat.page.locator(".banner.connection")).to_contain_text("This server asks for a key.")
+    chat.page.wait_for_timeout(2500)  # several of the first waits to reconnect: nothing may come
+    assert len(sockets) == count <= 2
+    chat.page.get_by_role("button", name="Enter a key").click()
+    dialog.get_by_label("API key").fill("right-key")
+    dialog.get_by_role("button", name="Continue").click()
+    chat.send("Say hello.")
+    chat.ended(1)
+    chat.page.reload()
+    chat.ended(1)
+    expect(dialog).to_be_hidden()
+    assert "right-key" not in str(chat.page.evaluate("JSON.stringify(localStorage)")), "the key is kept for this tab only"
+    assert chat.faults == []

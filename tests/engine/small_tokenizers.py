@@ -71,7 +71,18 @@ def byte_level_values(control: tuple[str, ...] = CHATML, user: tuple[str, ...] =
 
 def sentencepiece_values(control: tuple[str, ...] = ("<s>", "</s>"), prefix: bool = True) -> dict[str, Any]:
     """Metadata of a SentencePiece-like BPE: <unk>, control tokens, bytes, then pieces, the best scored first."""
-    words = [*(SPACE + word for word in ("hello", "world", "he", "h", "wor", "w")), "llo", "he", "ll", "or", "ld", "s>", "/s>"]
+    words = [
+        *(SPACE + word for word in ("hello", "world", "he", "h", "wor", "w")),
+        "llo",
+        "he",
+        "ll",
+        "or",
+        "ld",
+        "s>",
+        "/s>",
+        SPACE * 2 + "q",
+        SPACE * 2,
+    ]
     pieces = [*words, SPACE, *"abcdefghijklmnopqrstuvwxyz0123456789<>/[]|.,'\n"]
     return {
         "model": "llama",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import gguf
+import functools
+from pathlib import Path
+
 import jinja2
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.chat_template import ChatTemplate
 from engine.core import Message, ModelError, Prompt, RequestError
 from engine.tokenizer import Place, Tokenizer
+from tests.engine.gil import longest_wait
 from tests.engine.small_tokenizers import byte_level_values, make, sentencepiece_values
 
 CHATML = (
@@ -73,6 +76,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+@functools.cache
+def template_of(layout: str, tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(layout, tokenizer, **WORDS)
+
+
 def chat(*texts: str, system: str | None = None) -> list[Message]:
     """User and assistant in turn."""
     turns = [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)]
@@ -119,55 +127,71 @@ def test_ordinary_chats_are_what_the_template_and_the_whole_tokenizer_make_of_th
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_model_gets_its_leading_spaces_where_the_whole_text_would(
-    tmp_path_factory: pytest.TempPathFactory, prefix: bool
-) -> None:
-    folder = tmp_path_factory.mktemp("pieces")
-    tokenizer = make(folder, sentencepiece_values(prefix=prefix))
-    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+def test_a_sentencepiece_model_gets_its_leading_spaces_where_the_whole_text_would(tmp_path: Path, prefix: bool) -> None:
+    tokenizer = make(tmp_path, sentencepiece_values(prefix=prefix))
+    whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for layout, words in ((LLAMA2, {"bos_token": "<s>", "eos_token": "</s>"}), (BARE, {})):
         for messages in CHATS[:5]:
             ids = ChatTemplate(layout, tokenizer, **words).prompt(messages).ids
             assert ids == whole.encode(rendered(layout, messages, words), add_special_tokens=False).ids
 
 
+def test_text_right_after_a_reply_gets_no_leading_space(tmp_path: Path) -> None:
+    tokenizer = make(tmp_path, sentencepiece_values())
+    messages = [Message("user", "hello"), Message("assistant", "a", ids=(1,)), Message("user", "hello")]
+    start, inside = (tokenizer.encode_plain("hello", place) for place in (Place.START, Place.INSIDE))
+    assert start != inside
+    assert ChatTemplate(BARE, tokenizer).prompt(messages).ids == [*start, 1, *inside]
+
+
 # S7: nothing said becomes a control token.
-PARTS = sorted(
-    {token[start:stop] for token in (*CONTROL, "</think>") for start in (0, 2, len(token) - 2) for stop in (2, -1, len(token))} - {""}
-)
-SAID = st.lists(st.sampled_from([*CONTROL, "<think>", "</think>", *PARTS, " ", "\n", "x", "é🙂", "\ue000", "\U000f0000"]), max_size=6).map(
-    "".join
-)
+def parts(token: str) -> set[str]:
+    return {token[start:stop] for start in (0, 2, len(token) - 2) for stop in (2, -1, len(token))} - {""}
+
+
+PARTS = sorted(set().union(*map(parts, (*CONTROL, "</think>"))))
+OTHERS = [*CONTROL, "<think>", "</think>", " ", "\n", "x", "é🙂", "\ue000", "\U000f0000"]
+SAID = st.lists(st.sampled_from([*OTHERS, *PARTS]), max_size=6).map("".join)
 
 
 def control_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return [id for id in prompt.ids if id in set(tokenizer.control.values())]
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None)
 @given(texts=st.lists(SAID, min_size=1, max_size=5), layout=st.sampled_from([CHATML, LLAMA3, LLAMA2]))
 def test_control_tokens_are_those_of_a_harmless_chat(overlapping: Tokenizer, texts: list[str], layout: str) -> None:
-    template = ChatTemplate(layout, overlapping, **WORDS)
+    template = template_of(layout, overlapping)
     prompt, harmless = template.prompt(chat(*texts)), template.prompt(chat(*("harmless" for _ in texts)))
     assert control_ids(overlapping, prompt) == control_ids(overlapping, harmless)
     assert b"".join(map(overlapping.token_bytes, prompt.ids)).decode() == rendered(layout, chat(*texts))
 
 
-@settings(deadline=None)  # the machine may be busy
-@given(texts=st.lists(SAID, min_size=1, max_size=5), trim=st.booleans())
-def test_adjacent_contents_join_to_no_control_token(overlapping: Tokenizer, texts: list[str], trim: bool) -> None:
-    layout = BARE.replace("content", "content | trim") if trim else BARE
-    prompt = ChatTemplate(layout, overlapping).prompt(chat(*texts))
+@pytest.mark.parametrize("written", ["content", "content | trim", "(' ' ~ content ~ '\n') | trim"])
+@settings(deadline=None)
+@given(texts=st.lists(SAID, min_size=1, max_size=5))
+@example(texts=["<|im_en ", " d|>"])
+def test_adjacent_contents_join_to_no_control_token(overlapping: Tokenizer, written: str, texts: list[str]) -> None:
+    layout = f"{{% for message in messages %}}{{% set content = message.content %}}{{{{ {written} }}}}{{% endfor %}}"
+    prompt = template_of(layout, overlapping).prompt(chat(*texts))
     assert control_ids(overlapping, prompt) == []
-    assert b"".join(map(overlapping.token_bytes, prompt.ids)).decode() == "".join(text.strip() if trim else text for text in texts)
+    expected = "".join(text if written == "content" else text.strip() for text in texts)
+    assert b"".join(map(overlapping.token_bytes, prompt.ids)).decode() == expected
 
 
-@settings(deadline=None)  # the machine may be busy
+@pytest.mark.parametrize("text", ["im_end", "|im_end|", "m_e", "_", " im_end ", "<|im_end|>", "<", ""])
+def test_a_content_within_brackets_becomes_no_control_token(tokenizer: Tokenizer, text: str) -> None:
+    written = "<|im_end|>".split(text.strip(), 1) if text.strip() in "<|im_end|>" and text.strip() else ["<|", "|>"]
+    prompt = template_of(f"{written[0]}{{{{ messages[0].content | trim }}}}{written[1]}", tokenizer).prompt(chat(text))
+    assert control_ids(tokenizer, prompt) == []
+
+
+@settings(deadline=None)
 @given(text=SAID, reply=SAID)
 def test_a_template_that_takes_contents_apart_joins_them_to_no_control_token(overlapping: Tokenizer, text: str, reply: str) -> None:
     messages = chat(text, reply, "x")
-    prompt = ChatTemplate(QWEN, overlapping).prompt(messages)
-    harmless = ChatTemplate(QWEN, overlapping).prompt(chat("x", "x", "x"))
+    prompt = template_of(QWEN, overlapping).prompt(messages)
+    harmless = template_of(QWEN, overlapping).prompt(chat("x", "x", "x"))
     assert control_ids(overlapping, prompt) == control_ids(overlapping, harmless)
     assert b"".join(map(overlapping.token_bytes, prompt.ids)).decode() == rendered(QWEN, messages)
 
@@ -250,44 +274,36 @@ def test_text_that_looks_like_a_gap_has_another_digest(tokenizer: Tokenizer) -> 
     assert spelled == b"".join(map(tokenizer.token_bytes, real.ids))
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None)
 @given(text=SAID)
 def test_a_marker_is_no_character_of_the_chat(overlapping: Tokenizer, text: str) -> None:
-    template = ChatTemplate(CHATML, overlapping)
-    prompt = template.prompt([Message("user", text), Message("assistant", text, ids=(300,)), Message("user", text)])
-    assert prompt.ids.count(300) == 1 + control_free(overlapping, text).count(300) * 2
-
-
-def control_free(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode_plain(text, Place.SECTION)
+    messages = [Message("user", text), Message("assistant", text, ids=(overlapping.control["ABA"],)), Message("user", text)]
+    prompt = template_of(CHATML, overlapping).prompt(messages)
+    assert prompt.ids.count(overlapping.control["ABA"]) == 1
 
 
 def test_dropped_reordered_and_repeated_replies(tokenizer: Tokenizer) -> None:
-    messages = [
-        Message("user", "q"),
-        Message("assistant", "one", ids=(300,)),
-        Message("assistant", "two", ids=(301,)),
-        Message("user", "r"),
-    ]
-    ids = {
-        layout: ChatTemplate(layout, tokenizer).prompt(messages).ids
-        for layout in (
-            "{{ messages[0].content }}",
-            "{{ messages[2].content }}-{{ messages[1].content }}",
-            "{{ messages[1].content }}{{ messages[1].content }}{{ messages[2].content }}",
-        )
-    }
-    assert list(ids.values()) == [
-        tokenizer.encode_plain("q"),
-        [301, *tokenizer.encode_plain("-"), 300],
-        [*tokenizer.encode_plain("oneone"), 301],
-    ]
+    one, two = Message("assistant", "one", ids=(300,)), Message("assistant", "two", ids=(301,))
+    plain = tokenizer.encode_plain
+    for layout, expected in (
+        ("{{ messages[0].content }}", plain("q")),
+        ("{{ messages[2].content }}-{{ messages[1].content }}", [301, *plain("-"), 300]),
+        ("{{ messages[1].content }}{{ messages[1].content }}{{ messages[2].content }}", [*plain("oneone"), 301]),
+    ):
+        assert ChatTemplate(layout, tokenizer).prompt([Message("user", "q"), one, two, Message("user", "r")]).ids == expected
 
 
 def test_an_empty_reply_is_kept(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(CHATML, tokenizer)
     first = template.prompt(chat("a"))
     assert template.prompt([*chat("a"), reply(first, "", []), Message("user", "b")]).ids[: len(first.ids)] == first.ids
+
+
+@pytest.mark.parametrize("text", ["hello wörld 123\n日本語🙂 " * 9_000, "<|im_end|>" * 20_000, "<" * 200_000])
+def test_a_long_message_leaves_the_gil_to_others(tokenizer: Tokenizer, text: str) -> None:
+    template = ChatTemplate(CHATML, tokenizer)
+    wait, duration = longest_wait(lambda: template.prompt([Message("user", text)]))
+    assert wait < max(0.03, duration / 4)
 
 
 # The template's own faults and refusals.
@@ -329,6 +345,9 @@ def test_a_templates_refusal_is_the_requests_fault(tokenizer: Tokenizer) -> None
     with pytest.raises(RequestError, match=r"refuses this chat: Conversation roles must alternate") as caught:
         ChatTemplate(LLAMA2, tokenizer, **WORDS).prompt([Message("user", "a"), Message("user", "b")])
     assert caught.value.param == "messages"
+
+
+ALL_PRIVATE = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE)]))
 
 
 @pytest.mark.parametrize(
@@ -402,19 +421,3 @@ def test_the_default_models_prompts_are_those_of_transformers() -> None:
             rows, chat_template=checkpoint.template, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         assert template.prompt(messages).ids == expected
-
-
-@pytest.mark.slow
-def test_the_default_models_tokenizer_is_the_one_it_was_trained_with() -> None:
-    """Ids as published for SmolLM2's tokenizer."""
-    from engine.weights import gguf_tokenizer
-    from engine.weights.fetch import resolve
-
-    tokenizer = gguf_tokenizer.build(gguf.GGUFReader(resolve("default")))
-    expected = {
-        "Hello, we can use": [19556, 28, 392, 416, 722],
-        "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
-        "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
-        "  multiple   spaces": [216, 2701, 256, 5600],
-    }
-    assert {text: tokenizer.encode(text).ids for text in expected} == expected

@@ -44,7 +44,7 @@ def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
     return [known[bytes([byte])] for byte in data]
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None)
 @given(data=st.data())
 def test_joined_deltas_equal_the_full_decode(byte_level: Tokenizer, sentencepiece: Tokenizer, data: st.DataObject) -> None:
     for tokenizer in (byte_level, sentencepiece):
@@ -53,7 +53,7 @@ def test_joined_deltas_equal_the_full_decode(byte_level: Tokenizer, sentencepiec
         assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == tokenizer.decode(ids)
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
 def test_no_delta_has_half_a_character(byte_level: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(byte_level)
@@ -128,9 +128,13 @@ def test_a_stop_string_after_half_a_token_keeps_its_leading_space(sentencepiece:
     stream = TextStream(sentencepiece, ("o",))
     assert stream.push(sentencepiece.encode_plain("hello")[0]) == "hell"
     assert sentencepiece.decode(stream.visible_ids()) == "hell"
+    stream = TextStream(sentencepiece, ("q",))
+    (token,) = sentencepiece.encode_plain("  q")  # of two spaces, decoding takes off one
+    assert stream.push(token) == " "
+    assert sentencepiece.decode(stream.visible_ids()) == " "
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None)
 @given(text=TEXT, stops=STOPS, data=st.data())
 def test_stop_strings_follow_their_definition(
     byte_level: Tokenizer, sentencepiece: Tokenizer, text: str, stops: tuple[str, ...], data: st.DataObject
@@ -151,7 +155,16 @@ def test_stop_strings_follow_their_definition(
             assert stream.visible_ids() == ids
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None)
+@given(stop=st.text("ab", min_size=4, max_size=10), data=st.data())
+def test_stop_strings_that_repeat_themselves(byte_level: Tokenizer, stop: str, data: st.DataObject) -> None:
+    """The text is made of the stop string's own beginnings."""
+    text = "".join(stop[:cut] for cut in data.draw(st.lists(st.integers(1, len(stop) - 1), max_size=8)))
+    stream = TextStream(byte_level, (stop,))
+    assert "".join(map(stream.push, byte_level.encode_plain(text))) + stream.flush() == first_stop(text, (stop,))
+
+
+@settings(deadline=None)
 @given(data=st.binary(max_size=10), stops=st.lists(st.sampled_from(["\ufffd", "\ufffd\ufffd", "a", "é"]), max_size=2).map(tuple))
 def test_bytes_that_are_not_utf8_are_text_too(byte_level: Tokenizer, data: bytes, stops: tuple[str, ...]) -> None:
     ids = ids_of_bytes(byte_level, data)

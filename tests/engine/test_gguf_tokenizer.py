@@ -172,3 +172,20 @@ def test_metadata_that_cannot_be_right_is_refused(tmp_path: Path, fault: str) ->
 def test_scores_too_few_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="scores for each of"):
         build(tmp_path, sentencepiece_values() | {"scores": [0.5]})
+
+
+@pytest.mark.slow
+def test_the_default_models_tokenizer_is_the_one_it_was_trained_with() -> None:
+    """Ids as published for SmolLM2's tokenizer."""
+    from engine.weights import gguf_tokenizer
+    from engine.weights.cache import default_cache_dir
+    from engine.weights.fetch import resolve
+
+    tokenizer = gguf_tokenizer.build(gguf.GGUFReader(resolve("default", default_cache_dir())))
+    expected = {
+        "Hello, we can use": [19556, 28, 392, 416, 722],
+        "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+        "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
+        "  multiple   spaces": [216, 2701, 256, 5600],
+    }
+    assert {text: tokenizer.encode(text).ids for text in expected} == expected

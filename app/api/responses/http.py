@@ -1,7 +1,7 @@
 """Responses over HTTP: create (JSON or SSE), retrieve (JSON, or SSE from a sequence number on), cancel.
 
-A create whose client disconnects is cancelled, unless someone may come back for it: it asked for `background`, or carries an idempotency key. A retrieve that
-disconnects stops nothing.
+A create whose client disconnects is cancelled, unless someone may come back for it: it asked for `background`, or carries an
+idempotency key. A retrieve that disconnects stops nothing.
 """
 
 from __future__ import annotations

@@ -199,6 +199,7 @@ async def test_deleting_leaves_nothing_and_nothing_comes_back(store: Store) -> N
     await store.update_conversation(thread)
     with pytest.raises(RefusedError):
         await store.append([(response.id, 2, Entry([2], "b"))])
+    await nothing_left()
     await store.delete_conversation(thread)
     await nothing_left()
     assert await store.items(kept.id) == {other_items[0].id: other_items[0]}

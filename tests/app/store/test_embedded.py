@@ -222,6 +222,24 @@ async def test_a_damaged_log_is_a_clear_error(folder: Path) -> None:
     os.close(lock)
 
 
+async def test_a_server_that_cannot_start_again_is_tried_until_it_can(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    thread = conversation()
+    async with opened(folder) as (server, store):
+        await store.create_conversation(thread)
+        pid = server.pid
+        os.kill(pid, signal.SIGSTOP)
+        (log,) = (folder / "valkey" / "appendonlydir").glob("*.incr.aof")
+        whole = log.read_bytes()
+        log.write_bytes(b"damaged\r\n" + whole)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: caplog.text.count("could not be started again") >= 2)
+        with pytest.raises(StoreError):
+            await store.ping()
+        log.write_bytes(whole)
+        await restarted(server, pid)
+        assert await store.conversation(thread.id) == thread
+
+
 @pytest.mark.parametrize("name", ["da ta 'é\" #", "x" * 150], ids=["odd", "long"])
 async def test_any_path_will_do(folder: Path, name: str) -> None:
     deep = folder / name
@@ -251,7 +269,7 @@ async def test_an_orphan_under_a_long_path_is_found(folder: Path) -> None:
             assert await store.conversation("c1") is not None
 
 
-@pytest.mark.parametrize("trap", ["gone", "link", "open"])
+@pytest.mark.parametrize("trap", ["gone", "link", "open", "file"])
 async def test_a_remembered_socket_folder_is_not_trusted(folder: Path, trap: str) -> None:
     """Someone else may have put something where the short folder was."""
     deep = folder / ("x" * 150)
@@ -263,6 +281,8 @@ async def test_a_remembered_socket_folder_is_not_trusted(folder: Path, trap: str
     elif trap == "open":
         planted.mkdir()
         planted.chmod(0o777)
+    elif trap == "file":
+        planted.touch(mode=0o600)
     (deep / "valkey" / "socket.path").write_text(str(planted / "socket"))
     async with opened(deep) as (server, store):
         await store.ping()

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core import ModelConfig, ModelError, RopeScaling
@@ -269,7 +269,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
 EDIT = st.tuples(st.floats(0, 1), st.one_of(st.integers(0, 255).map(lambda byte: bytes([byte])), st.binary(min_size=1, max_size=8)))
 
 
-@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=2000)
 @given(edits=st.lists(EDIT, min_size=1, max_size=3), cut=st.one_of(st.none(), st.none(), st.floats(0, 1)))
 def test_any_header_is_read_whole_or_refused(honest: tuple[Path, bytes, int], edits: list[tuple[float, bytes]], cut: float | None) -> None:
     path, data, header_end = honest

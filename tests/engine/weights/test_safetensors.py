@@ -180,7 +180,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_written_file_is_what_the_library_reads(tmp_path: Path) -> None:
-    tensors = {"b": np.arange(3, dtype=np.float16), "a": np.arange(6, dtype=np.float32).reshape(2, 3), "c": np.arange(5, dtype=np.float16)}
+    tensors = {"a": np.arange(3, dtype=np.float16), "b": np.arange(6, dtype=np.float32).reshape(2, 3), "c": np.arange(5, dtype=np.float16)}
     kinds = {name: ("F32" if values.itemsize == 4 else "F16", values.shape) for name, values in tensors.items()}
     done: list[float] = []
     st.write(tmp_path / "w.safetensors", kinds, lambda name: [tensors[name]], done.append)

@@ -1,0 +1,234 @@
+"""The command itself: what it prints, when it says that it is ready, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app import cli
+from app.cli import listen, main
+from engine.core import ModelConfig
+
+ROOT = Path(cli.__file__).parent.parent
+
+# A server with a small app in place of Hocket's own: these tests are about the process around it.
+SERVE = """
+import sys, types
+from app.store import StoreError
+
+def create_app(settings):
+    async def app(scope, receive, send):
+        if scope["type"] == "lifespan":
+            await receive()
+            if settings.model == "broken":
+                fault = StoreError("expected a data folder of its own, but another Hocket is using it")
+                await send({"type": "lifespan.startup.failed", "message": "Traceback: something long"})
+                raise fault
+            sys.stderr.write("started\\n"); sys.stderr.flush()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            sys.stderr.write("stopped\\n"); sys.stderr.flush()
+            await send({"type": "lifespan.shutdown.complete"})
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"torch" if "torch" in sys.modules else b"light"})
+        else:
+            await receive()
+            await send({"type": "websocket.accept"})
+            await receive()
+            await send({"type": "websocket.close", "code": 1000})
+    return app
+
+module = types.ModuleType("app.server")
+module.create_app = create_app
+sys.modules["app.server"] = module
+from app.cli import main
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+@asynccontextmanager
+async def serving(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVE, *flags, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(30):
+            yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def ready(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode()
+    assert line.startswith("Hocket is ready: http://"), line
+    return line.removeprefix("Hocket is ready: ").strip()
+
+
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+async def test_serves_from_the_ready_line_to_the_signal(end: signal.Signals, code: int) -> None:
+    async with serving("--port", "0") as process:
+        url = await ready(process)
+        assert url.startswith("http://127.0.0.1:") and not url.endswith(":0")
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(url)
+        assert answer.text == "light", "serving loads no torch"
+        assert "server" not in answer.headers
+        process.send_signal(end)
+        rest, log = await process.communicate()
+        assert process.returncode == code
+        assert rest == b"", "ready is said once"
+        assert log.decode().split() == ["started", "stopped"], "no traceback, no line for each connection"
+
+
+async def test_frames_are_bounded_and_not_compressed() -> None:
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import ConnectionClosed
+
+    async with serving("--port", "0", "--max-frame-bytes", "2000") as process:
+        url = (await ready(process)).replace("http", "ws")
+        async with connect(url) as client:
+            assert client.protocol.extensions == []
+            await client.send("x" * 2000)
+            with pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1000
+        async with connect(url) as client:
+            await client.send("x" * 2001)
+            with pytest.raises(ConnectionClosed) as closed:
+                await client.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+
+
+async def test_a_start_that_people_can_mend_is_told_in_a_line() -> None:
+    async with serving("--port", "0", "--model", "broken") as process:
+        out, log = await process.communicate()
+        assert process.returncode == 1
+        assert out == b""
+        assert b"another Hocket is using it" in log and b"Traceback" not in log
+
+
+async def test_a_port_in_use_ends_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with serving("--port", str(port)) as process:
+            out, log = await process.communicate()
+    assert process.returncode == 1
+    assert out == b""
+    assert log.decode() == f"hocket serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+async def test_ipv6() -> None:
+    async with serving("--host", "::1", "--port", "0") as process:
+        url = await ready(process)
+        assert url.startswith("http://[::1]:")
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(url)).status_code == 200
+
+
+async def test_all_addresses_are_shown_as_one_to_open() -> None:
+    async with serving("--host", "0.0.0.0", "--no-auth", "--port", "0") as process:
+        assert (await ready(process)).startswith("http://127.0.0.1:")
+
+
+def test_every_address_of_a_name_has_the_same_port() -> None:
+    listeners = listen("localhost", 0)
+    ports = {listener.getsockname()[1] for listener in listeners}
+    assert len(ports) == 1 and ports != {0}
+    with pytest.raises(OSError, match="in use"):
+        listen("localhost", ports.pop())
+    for listener in listeners:
+        listener.close()
+    with pytest.raises(OSError, match=r".+"):
+        listen("no-such-name.invalid", 0)
+
+
+def test_help_is_light() -> None:
+    """Neither torch nor the server is imported to show flags."""
+    script = "import sys\nfrom app.cli import main\ntry: main(['serve', '--help'])\nfinally: print(sorted(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--max-batch-size N" in shown
+    for heavy in ("torch", "numpy", "transformers", "uvicorn", "redis", "engine.batcher"):
+        assert f"'{heavy}'" not in shown
+
+
+def test_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--prot", "1"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "hocket serve: unrecognized arguments: --prot 1",
+        "usage: hocket serve [flags]; hocket serve --help lists them",
+    ]
+    assert main(["sevre"]) == 2
+    assert "expected a command, got 'sevre'" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "usage: hocket COMMAND" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hocket ")
+    assert main(["--help"]) == 0
+    assert "hocket serve" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert end.value.code == 0
+
+
+def test_a_model_that_is_not_there_is_a_clear_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = tmp_path / "none.gguf"
+    assert main(["model", "--model", str(missing), "--cache-dir", str(tmp_path / "cache")]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and str(missing) in said.err
+
+
+def test_the_number_of_parameters() -> None:
+    """SmolLM2-135M's shape has the number of weights its authors give (134,515,008)."""
+    shape = ModelConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied_head=True)
+    assert cli._parameters(shape) == 134_515_008
+
+
+def test_bench_needs_a_checkout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "app" / "cli.py"))
+    assert main(["bench"]) == 1
+    assert "expected a checkout" in capsys.readouterr().err
+
+
+def test_bench_hands_its_arguments_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "benchmarks"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(3)\n")
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "app" / "cli.py"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        assert main(["bench", "--rows", "8"]) == 3
+    finally:
+        sys.modules.pop("benchmarks", None)
+    assert capsys.readouterr().out == "['--rows', '8']\n"
