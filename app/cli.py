@@ -224,6 +224,9 @@ def _plain_faults(app: ASGIApp) -> ASGIApp:
 
 def _log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # uvicorn says so of every upgrade that is refused with an HTTP answer, though the handshake ends by that: any page could fill the log.
+    refused = "ASGI callable returned without completing handshake."
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != refused)
     if level == "info":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # at info it has a line for each connection
 

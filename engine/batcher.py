@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -194,6 +195,9 @@ class Batcher:
             self._tell(self._set_state, Failed(f"the engine thread ended: {type(fault).__name__}: {fault}"))
 
     def _load(self) -> Engine:
+        # libgomp reads this when torch brings it in. Compute threads that spin while they wait for each other make a step ten times
+        # slower as soon as any other process is busy; sleeping costs a few microseconds.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from engine.engine import Engine
 
         engine = Engine.load(self.options, lambda stage, fraction: self._tell(self._set_state, Loading(stage, fraction)))

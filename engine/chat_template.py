@@ -32,9 +32,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.core import Message, ModelError, Prompt, RequestError
 from engine.tokenizer import Place, Tokenizer, check_text
 
-_BLANKS = 4  # characters
 ROLES = ("system", "user", "assistant", "tool")
 
+_BLANKS = 4  # characters that a template may write between what was run and a reply, see `_leads`
 _PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd]")  # Unicode's private-use characters, of two planes
 
 

@@ -41,6 +41,10 @@ def create_app(settings):
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"torch" if "torch" in sys.modules else b"light"})
+        elif scope["path"] == "/refused":
+            await receive()
+            await send({"type": "websocket.http.response.start", "status": 401, "headers": []})
+            await send({"type": "websocket.http.response.body", "body": b"no key"})
         else:
             await receive()
             await send({"type": "websocket.accept"})
@@ -110,6 +114,20 @@ async def test_frames_are_bounded_and_not_compressed() -> None:
             with pytest.raises(ConnectionClosed) as closed:
                 await client.recv()
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+
+
+async def test_a_refused_upgrade_leaves_no_line_in_the_log() -> None:
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import InvalidStatus
+
+    async with serving("--port", "0") as process:
+        url = (await ready(process)).replace("http", "ws")
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(f"{url}/refused")
+        assert refused.value.response.status_code == 401 and refused.value.response.body == b"no key"
+        process.terminate()
+        _, log = await process.communicate()
+        assert log.decode().split() == ["started", "stopped"]
 
 
 async def test_a_start_that_people_can_mend_is_told_in_a_line() -> None:

@@ -16,9 +16,10 @@ from tests.serving import Server
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
-PATIENCE = 60_000  # milliseconds a reply may take on a slow machine
-SHORT = {"temperature": 0, "max_output_tokens": 24}
-LONG = {"temperature": 0, "max_output_tokens": 160}
+PATIENCE = 120_000  # milliseconds a reply may take on a slow machine
+SHORT = {"temperature": 0, "max_output_tokens": 12}
+LONG = {"temperature": 0, "max_output_tokens": 48}
+ENDLESS = {"temperature": 0, "max_output_tokens": 400}  # for what is stopped
 
 
 @dataclass(slots=True)
@@ -62,6 +63,15 @@ class Chat:
             arg=characters,
             timeout=PATIENCE,
         )
+
+    @property
+    def shown(self) -> str:
+        """What can be read of the last reply."""
+        return self.replies.last.locator(".body").text_content() or ""
+
+    def stop(self) -> None:
+        self.page.keyboard.press("Escape")
+        expect(self.replies.last).to_have_attribute("data-status", "incomplete", timeout=PATIENCE)
 
     def copied(self, message: Locator) -> str:
         """The message's own text, as its Copy button gives it."""

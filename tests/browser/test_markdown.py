@@ -72,15 +72,17 @@ DRAW = """async ([text, step]) => {
   await new Promise((resolve) => setTimeout(resolve, 20));
   const links = [...place.querySelectorAll('a')].map((link) => link.getAttribute('href'));
   const elements = [...place.querySelectorAll('*')].map((element) => element.localName);
-  const handlers = [...place.querySelectorAll('*')].flatMap((e) => e.getAttributeNames()).filter((n) => n.startsWith('on') || n === 'style');
+  const attributes = [...place.querySelectorAll('*')].flatMap((element) => element.getAttributeNames());
+  const handlers = attributes.filter((name) => name.startsWith('on') || name === 'style');
   const html = place.innerHTML;
   place.remove();
   return { links, elements, handlers, html, pwned: window.pwned ?? null };
 }"""
 
-HARMLESS = set(
-    "div p h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code em strong del a br hr input table thead tbody tr th td span button".split()
-)
+HARMLESS = {
+    *("div", "p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "em", "strong", "del"),
+    *("a", "br", "hr", "input", "table", "thead", "tbody", "tr", "th", "td", "span", "button"),
+}
 
 
 @pytest.mark.slow
@@ -224,15 +226,14 @@ def test_events_applied_twice_or_late_change_nothing(chat: Chat) -> None:
           const events = 'The sea is wide'.split(/(?= )/).map((delta, i) => (
             { type: 'response.output_text.delta', sequence_number: i, delta }));
           const reply = newReply('resp_1');
-          const lengths = [];
-          for (const upTo of [2, 4]) for (const event of events.slice(0, upTo)) { applyEvent(reply, event); lengths.push(reply.text.length); }
+          for (const upTo of [2, 4]) for (const event of events.slice(0, upTo)) applyEvent(reply, event);
           const replayed = { ...newReply('resp_1'), text: 'The sea' };
-          for (const event of events) { applyEvent(replayed, event); lengths.push(-1, replayed.text.length); }
-          return { text: reply.text, replayed: replayed.text, shortest: Math.min(...lengths.slice(-8).filter((n) => n > 0)), lengths };
+          const lengths = events.map((event) => (applyEvent(replayed, event), replayed.text.length));
+          return { text: reply.text, replayed: replayed.text, lengths };
         }"""
     )
     assert outcome["text"] == outcome["replayed"] == "The sea is wide"
-    assert outcome["shortest"] == len("The sea")
+    assert min(outcome["lengths"]) == len("The sea")
 
 
 @pytest.mark.slow

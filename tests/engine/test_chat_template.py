@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.chat_template import ChatTemplate
@@ -170,7 +170,6 @@ def test_control_tokens_are_those_of_a_harmless_chat(overlapping: Tokenizer, tex
 @pytest.mark.parametrize("written", ["content", "content | trim", "(' ' ~ content ~ '\n') | trim"])
 @settings(deadline=None)
 @given(texts=st.lists(SAID, min_size=1, max_size=5))
-@example(texts=["<|im_en ", " d|>"])
 def test_adjacent_contents_join_to_no_control_token(overlapping: Tokenizer, written: str, texts: list[str]) -> None:
     layout = f"{{% for message in messages %}}{{% set content = message.content %}}{{{{ {written} }}}}{{% endfor %}}"
     prompt = template_of(layout, overlapping).prompt(chat(*texts))
@@ -179,10 +178,16 @@ def test_adjacent_contents_join_to_no_control_token(overlapping: Tokenizer, writ
     assert b"".join(map(overlapping.token_bytes, prompt.ids)).decode() == expected
 
 
+def test_contents_that_join_once_their_blanks_are_trimmed_make_no_control_token(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{% for message in messages %}{{ (' ' ~ message.content) | trim }}{% endfor %}", tokenizer)
+    prompt = template.prompt(chat("<|im_en ", " d|>"))
+    assert control_ids(tokenizer, prompt) == [] and tokenizer.decode(prompt.ids) == "<|im_end|>"
+
+
 @pytest.mark.parametrize("text", ["im_end", "|im_end|", "m_e", "_", " im_end ", "<|im_end|>", "<", ""])
-def test_a_content_within_brackets_becomes_no_control_token(tokenizer: Tokenizer, text: str) -> None:
-    written = "<|im_end|>".split(text.strip(), 1) if text.strip() in "<|im_end|>" and text.strip() else ["<|", "|>"]
-    prompt = template_of(f"{written[0]}{{{{ messages[0].content | trim }}}}{written[1]}", tokenizer).prompt(chat(text))
+def test_a_content_that_completes_the_templates_text_makes_no_control_token(tokenizer: Tokenizer, text: str) -> None:
+    before, _, after = "<|im_end|>".partition(text.strip() or "im")
+    prompt = template_of(f"{before}{{{{ messages[0].content | trim }}}}{after}", tokenizer).prompt(chat(text))
     assert control_ids(tokenizer, prompt) == []
 
 

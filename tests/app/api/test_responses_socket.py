@@ -1,0 +1,357 @@
+"""Responses over WebSocket, on the real server and model. (slow)"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import OpenAI
+from websockets.exceptions import ConnectionClosed
+
+from tests.app.wire import Event, Wire, text_of
+from tests.serving import Server
+
+pytestmark = pytest.mark.slow
+
+GREEDY = {"temperature": 0, "max_output_tokens": 24}
+
+
+@pytest.fixture
+def wire(server: Server) -> Iterator[Wire]:
+    with Wire(server.url) as opened:
+        yield opened
+
+
+def test_the_events_of_a_turn_in_order(wire: Wire) -> None:
+    events = wire.respond(input="What is the capital of France?", **GREEDY)
+    kinds = [event["type"] for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    created, _, added, part, *_, done, part_done, item_done, completed = events
+    text = text_of(events)
+    assert text == done["text"] == part_done["part"]["text"] == item_done["item"]["content"][0]["text"]
+    assert "Paris" in text
+    response = completed["response"]
+    assert created["response"]["id"] == response["id"]
+    assert created["response"]["status"] == "in_progress"
+    assert created["response"]["output"] == []
+    assert added["item"]["id"] == part["item_id"] == response["output"][0]["id"]
+    assert response["output"][0] == item_done["item"]
+    assert response["status"] == "completed"
+    assert response["usage"]["output_tokens"] == deltas
+    assert "stream_id" not in created
+
+
+def test_the_second_turn_continues_from_the_cache(wire: Wire) -> None:
+    first = wire.respond(input="What is the capital of France?", **GREEDY)[-1]["response"]
+    second = wire.respond(input="And of Italy?", previous_response_id=first["id"], **GREEDY)[-1]["response"]
+    usage = second["usage"]
+    run = first["usage"]["total_tokens"] - 1  # the last token was never run
+    assert usage["input_tokens_details"]["cached_tokens"] >= run // 16 * 16
+    assert second["previous_response_id"] == first["id"]
+    assert "Rome" in second["output"][0]["content"][0]["text"]
+
+
+def test_instructions_do_not_carry_over(wire: Wire) -> None:
+    pirate = "You are a pirate, and you say arr at the beginning of each and every sentence that you speak."
+    first = wire.respond(input="Hi", instructions=pirate, **GREEDY)[-1]["response"]
+    again = wire.respond(input="Hi", instructions=pirate, previous_response_id=first["id"], **GREEDY)[-1]["response"]
+    without = wire.respond(input="Hi", previous_response_id=first["id"], **GREEDY)[-1]["response"]
+    assert (again["instructions"], without["instructions"]) == (pirate, None)
+    assert without["usage"]["input_tokens"] != again["usage"]["input_tokens"]
+    assert again["usage"]["input_tokens_details"]["cached_tokens"] >= (first["usage"]["total_tokens"] - 1) // 16 * 16
+
+
+def test_input_items_of_every_role(wire: Wire) -> None:
+    items = [
+        {"role": "developer", "content": "Answer in one word."},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "My name "}, {"type": "input_text", "text": "is Ana."}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Hello Ana", "annotations": []}],
+        },
+        {"role": "user", "content": "What is my name?"},
+    ]
+    response = wire.respond(input=items, **GREEDY)[-1]["response"]
+    assert response["output"][0]["content"][0]["text"]
+
+
+def test_sampling_is_a_function_of_the_seed(wire: Wire) -> None:
+    """E12, as the client sees it; the second time from the cache."""
+    settings = {
+        "temperature": 1.2,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+    }
+    texts = [text_of(wire.respond(input="Tell me a story.", seed=seed, max_output_tokens=24, **settings)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_stop_strings_bias_and_ignored_eos(wire: Wire) -> None:
+    plain = wire.respond(input="What is the capital of France?", **GREEDY)
+    stopped = wire.respond(input="What is the capital of France?", stop=["Par"], **GREEDY)
+    assert text_of(stopped) == text_of(plain).partition("Par")[0]
+    assert stopped[-1]["type"] == "response.completed"
+    following = wire.respond(input="Go on.", previous_response_id=stopped[-1]["response"]["id"], **GREEDY)[-1]
+    assert following["type"] in ("response.completed", "response.incomplete")
+    banned = wire.respond(input="What is the capital of France?", logit_bias={"9070": -100, "504": -100}, **GREEDY)
+    assert text_of(banned) != text_of(plain)
+    endless = wire.respond(input="What is the capital of France?", ignore_eos=True, **GREEDY)[-1]
+    assert endless["response"]["usage"]["output_tokens"] == 24
+    assert endless["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_cancelling_ends_the_response_once_and_soon(wire: Wire) -> None:
+    wire.create(input="Write a very long story.", ignore_eos=True, max_output_tokens=2000)
+    events = [wire.receive() for _ in range(8)]
+    wire.send({"type": "response.cancel", "response_id": events[0]["response"]["id"]})
+    rest = wire.rest()
+    assert rest[-1]["type"] == "response.incomplete"
+    assert rest[-1]["response"]["incomplete_details"] == {"reason": "cancelled"}
+    assert len(rest) < 100
+    text = text_of(events + rest)
+    assert rest[-1]["response"]["output"][0]["content"][0]["text"] == text
+    next_turn = wire.respond(input="Thanks.", previous_response_id=events[0]["response"]["id"], **GREEDY)[-1]["response"]
+    assert next_turn["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    wire.create(input="Write a very long story.", ignore_eos=True, max_output_tokens=2000)
+    wire.receive()
+    wire.send({"type": "response.cancel"})
+    assert wire.rest()[-1]["type"] == "response.incomplete"
+    wire.send({"type": "response.cancel"})
+    assert wire.receive()["error"]["code"] == "response_not_found"
+
+
+def test_lanes_run_side_by_side_and_each_in_order(wire: Wire) -> None:
+    wire.create(stream_id="a", input="Count to 30.", ignore_eos=True, max_output_tokens=40)
+    wire.create(stream_id="a", input="Second.", max_output_tokens=2)
+    wire.create(stream_id="b.1", input="Count to 10.", ignore_eos=True, max_output_tokens=10)
+    wire.create(input="Default lane.", max_output_tokens=2)
+    seen: list[Event] = []
+    while sum(event["type"] in ("response.completed", "response.incomplete") for event in seen) < 4:
+        seen.append(wire.receive())
+    ends = [event.get("stream_id") for event in seen if event["type"] in ("response.completed", "response.incomplete")]
+    assert ends.index("b.1") < ends.index("a"), "a lane does not wait for another"
+    a = [event for event in seen if event.get("stream_id") == "a"]
+    starts = [at for at, event in enumerate(a) if event["type"] == "response.created"]
+    assert len(starts) == 2
+    assert a[starts[1] - 1]["type"] == "response.incomplete", "first in, first out"
+    assert [event["sequence_number"] for event in a] == [*range(starts[1]), *range(len(a) - starts[1])]
+
+
+def test_a_repeated_message_id_runs_once(wire: Wire, server: Server) -> None:
+    """C4: after the end, and at the same moment from two sockets."""
+    message = {"input": "Say something.", "metadata": {"client_message_id": "only-once"}, "seed": 5, "max_output_tokens": 12}
+    first = wire.respond(**message)
+    again = wire.respond(**message)
+    assert again == first
+    together: list[list[Event]] = []
+
+    def send() -> None:
+        with Wire(server.url) as other:
+            together.append(other.respond(**{**message, "metadata": {"client_message_id": "at-once"}}))
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(events == together[0] for events in together)
+    assert together[0][0]["response"]["id"] != first[0]["response"]["id"]
+    with Wire(server.url, additional_headers={"Idempotency-Key": "by-header"}) as other:
+        assert other.respond(input="Hi", max_output_tokens=3) == other.respond(input="Hi", max_output_tokens=3)
+
+
+def test_a_conversation_keeps_its_turns(wire: Wire, server: Server) -> None:
+    conversation = httpx.post(f"{server.url}/v1/conversations", json={"metadata": {"topic": "x"}}).json()
+    for text in ("My name is Ana.", "What is my name?"):
+        wire.respond(conversation=conversation["id"], input=text, **GREEDY)
+    items = httpx.get(f"{server.url}/v1/conversations/{conversation['id']}/items?order=asc").json()["data"]
+    assert [item["role"] for item in items] == ["user", "assistant", "user", "assistant"]
+    wire.create(conversation={"id": conversation["id"]}, input="Once more.", ignore_eos=True, max_output_tokens=200, stream_id="x")
+    assert wire.receive()["type"] == "response.created"
+    assert httpx.get(f"{server.url}/v1/conversations/{conversation['id']}").json()["running"]
+    wire.create(conversation=conversation["id"], input="Me too.", stream_id="y")
+    while (event := wire.receive())["type"] != "error":
+        pass
+    assert (event["status"], event["error"]["code"], event["stream_id"]) == (409, "conversation_locked", "y")
+    wire.send({"type": "response.cancel", "stream_id": "x"})
+    assert wire.rest()[-1]["type"] == "response.incomplete"
+
+
+def test_what_is_not_stored_lives_and_dies_with_the_connection(wire: Wire, server: Server) -> None:
+    stored = wire.respond(input="My name is Ana.", **GREEDY)[-1]["response"]
+    hidden = wire.respond(input="I am 7.", previous_response_id=stored["id"], store=False, **GREEDY)[-1]["response"]
+    assert hidden["store"] is False
+    more = wire.respond(input="How old am I?", previous_response_id=hidden["id"], store=False, **GREEDY)[-1]["response"]
+    assert more["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    assert httpx.get(f"{server.url}/v1/responses/{hidden['id']}").status_code == 404
+    with Wire(server.url) as other:
+        refused = other.respond(input="And now?", previous_response_id=hidden["id"])[-1]
+    assert refused["error"]["code"] == "previous_response_not_found"
+    kept = wire.respond(input="Keep this.", previous_response_id=more["id"], **GREEDY)[-1]["response"]
+    assert httpx.get(f"{server.url}/v1/responses/{kept['id']}").status_code == 200
+
+
+def test_a_run_outlives_its_socket(server: Server) -> None:
+    with Wire(server.url) as gone:
+        gone.create(input="Count to 20.", ignore_eos=True, max_output_tokens=40, seed=3)
+        response = gone.receive()["response"]
+    events = []
+    with httpx.stream("GET", f"{server.url}/v1/responses/{response['id']}?stream=true", timeout=60) as stream:
+        events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-1]["response"]["usage"]["output_tokens"] == 40
+    for after in (0, 3, 4, 20, len(events) - 2, len(events) - 1):
+        with httpx.stream("GET", f"{server.url}/v1/responses/{response['id']}?stream=true&starting_after={after}", timeout=60) as stream:
+            lines = list(stream.iter_lines())
+        assert [json.loads(line[6:]) for line in lines if line.startswith("data: {")] == events[after + 1 :]
+        assert "data: [DONE]" in lines
+
+
+def test_the_official_sdk_holds_a_two_turn_chat(server: Server) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="unused")
+    model = client.models.list().data[0].id
+    with client.responses.connect() as connection:
+
+        def turn(**fields: object) -> object:
+            connection.response.create(model=model, temperature=0, max_output_tokens=24, **fields)  # type: ignore[arg-type]
+            for event in connection:
+                if event.type == "response.completed":
+                    return event.response
+            raise AssertionError("the connection ended before the response did")
+
+        first = turn(input="What is the capital of France?")
+        second = turn(input="And of Italy?", previous_response_id=first.id)  # type: ignore[attr-defined]
+    assert "Paris" in first.output_text  # type: ignore[attr-defined]
+    assert "Rome" in second.output_text  # type: ignore[attr-defined]
+    assert second.usage.input_tokens_details.cached_tokens > 0  # type: ignore[attr-defined]
+    retrieved = client.responses.retrieve(first.id)  # type: ignore[attr-defined]
+    assert retrieved.output_text == first.output_text  # type: ignore[attr-defined]
+
+
+BAD_FRAMES = {
+    "not JSON": ("{", "invalid_json", None),
+    "not an object": ("[1]", "invalid_value", None),
+    "bytes that are no UTF-8": (b"\xff\xfe", "invalid_json", None),
+    "a lone surrogate": ('{"type":"response.create","input":"\\ud800"}', "invalid_json", None),
+    "no type": ({"input": "hi"}, "invalid_value", None),
+    "an unknown type": ({"type": "response.destroy"}, "invalid_value", "type"),
+    "a bad lane": ({"type": "response.create", "stream_id": "a b", "input": "hi"}, "invalid_stream_id", "stream_id"),
+    "a wrong type": ({"type": "response.create", "input": 5}, "invalid_value", "input"),
+    "an unknown field": ({"type": "response.create", "input": "hi", "temprature": 1}, "invalid_value", None),
+    "an unknown model": ({"type": "response.create", "input": "hi", "model": "gpt-9"}, "model_not_found", "model"),
+    "an unknown response": ({"type": "response.create", "input": "hi", "previous_response_id": "resp_x"}, "previous_response_not_found", "previous_response_id"),
+    "an unknown conversation": ({"type": "response.create", "input": "hi", "conversation": "conv_x"}, "conversation_not_found", "conversation"),
+    "a cancel of nothing": ({"type": "response.cancel", "response_id": "resp_x"}, "response_not_found", "response_id"),
+    "no input": ({"type": "response.create"}, "invalid_value", "input"),
+    "empty input": ({"type": "response.create", "input": ""}, "invalid_value", "input"),
+    "an empty list": ({"type": "response.create", "input": []}, "invalid_value", "input"),
+    "an empty message": ({"type": "response.create", "input": [{"role": "user", "content": ""}]}, "invalid_value", "input"),
+    "an unknown role": ({"type": "response.create", "input": [{"role": "king", "content": "hi"}]}, "invalid_value", "input.0.role"),
+    "an image": ({"type": "response.create", "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "unsupported_content", "input.0.content"),
+    "a function's output": ({"type": "response.create", "input": [{"type": "function_call_output", "call_id": "x"}]}, "unsupported_item", "input.0"),
+    "tools": ({"type": "response.create", "input": "hi", "tools": [{"type": "function"}]}, "unsupported_value", "tools"),
+    "no tokens": ({"type": "response.create", "input": "hi", "max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+    "absurdly many tokens": ({"type": "response.create", "input": "hi", "max_output_tokens": 10**12}, "invalid_value", "max_output_tokens"),
+    "a temperature of 3": ({"type": "response.create", "input": "hi", "temperature": 3}, "invalid_value", "temperature"),
+    "a hundred thousand stops": ({"type": "response.create", "input": "hi", "stop": ["x"] * 100_000}, "invalid_value", "stop"),
+    "an empty stop": ({"type": "response.create", "input": "hi", "stop": ""}, "invalid_value", "stop"),
+    "a stop id beyond the vocabulary": ({"type": "response.create", "input": "hi", "stop_token_ids": [49152]}, "invalid_value", "stop_token_ids"),
+    "a bias beyond the vocabulary": ({"type": "response.create", "input": "hi", "logit_bias": {"49153": 1}}, "invalid_value", "logit_bias"),
+    "a bias on a word": ({"type": "response.create", "input": "hi", "logit_bias": {"cat": 1}}, "invalid_value", "logit_bias"),
+    "two places at once": ({"type": "response.create", "input": "hi", "conversation": "c", "previous_response_id": "r"}, "invalid_value", "conversation"),
+    "a prompt beyond the context": ({"type": "response.create", "input": "0 " * 100_000}, "context_length_exceeded", "input"),
+    "deep nesting": ('{"type":"response.create","input":' + "[" * 5000 + "]" * 5000 + "}", None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_FRAMES)
+def test_a_bad_frame_gets_a_clear_error_and_harms_nobody(server: Server, what: str) -> None:
+    """S3, S4, E14: the socket and a neighbour's stream go on."""
+    frame, code, param = BAD_FRAMES[what]
+    with Wire(server.url) as wire, Wire(server.url) as neighbour:
+        neighbour.create(input="Count.", ignore_eos=True, max_output_tokens=6)
+        wire.send(frame)  # type: ignore[arg-type]
+        error = wire.receive()
+        assert error["type"] == "error"
+        assert 400 <= error["status"] < 500
+        if code:
+            assert (error["error"]["code"], error["error"]["param"]) == (code, param)
+        assert (
+            "expected" in error["error"]["message"]
+            or code in ("previous_response_not_found", "unsupported_value")
+            or "does not exist" in error["error"]["message"]
+            or "unknown field" in error["error"]["message"]
+            or "missing" in error["error"]["message"]
+        )
+        assert wire.respond(input="Hi", max_output_tokens=2)[-1]["type"] == "response.incomplete"
+        assert neighbour.rest()[-1]["type"] == "response.incomplete"
+
+
+def test_a_frame_of_ten_megabytes_closes_the_socket_with_1009(server: Server) -> None:
+    with Wire(server.url) as wire, Wire(server.url) as neighbour:
+        neighbour.create(input="Count.", ignore_eos=True, max_output_tokens=20)
+        with pytest.raises(ConnectionClosed) as closed:
+            wire.send("x" * 10_000_000)
+            wire.receive()
+        assert closed.value.rcvd
+        assert closed.value.rcvd.code == 1009
+        assert neighbour.rest()[-1]["type"] == "response.incomplete"
+
+
+def test_health_and_streams_stay_prompt_while_a_huge_message_is_refused(server: Server) -> None:
+    """C8: 200,000 characters, eight streams, and /healthz within a second all the while."""
+    with Wire(server.url) as wire:
+        for lane in range(8):
+            wire.create(stream_id=str(lane), input=f"Story {lane}.", ignore_eos=True, max_output_tokens=60)
+        created = 0
+        while created < 8:
+            created += wire.receive()["type"] == "response.created"
+        times: list[float] = []
+        stop = threading.Event()
+
+        def watch() -> None:
+            with httpx.Client() as client:
+                while not stop.is_set():
+                    begin = time.perf_counter()
+                    assert client.get(f"{server.url}/healthz").status_code == 200
+                    times.append(time.perf_counter() - begin)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        wire.create(stream_id="huge", input="Why? 你好 12345 " * 16_000)
+        ended, refused = 0, None
+        while ended < 8 or not refused:
+            event = wire.receive()
+            ended += event["type"] == "response.incomplete"
+            refused = event if event["type"] == "error" else refused
+        stop.set()
+        watcher.join()
+    assert refused["error"]["code"] == "context_length_exceeded"
+    assert max(times) < 1.0
