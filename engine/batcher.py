@@ -114,6 +114,11 @@ class Batcher:
                 raise NotReadyError(f"the model could not be loaded: {error}", loading=False)
 
     @property
+    def live(self) -> int:
+        """Requests running or waiting."""
+        return len(self._live)
+
+    @property
     def responsive(self) -> bool:
         """Loaded, and the engine thread has been seen lately."""
         return isinstance(self.state, Ready) and time.monotonic() - self._seen < STALL_SECONDS

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.convert import prepare
+from tests.engine import tiny
 from tests.serving import Server
 
 
@@ -33,3 +36,14 @@ def new_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield make
     for running in made:
         running.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that runs in a blink, as a Hugging Face folder."""
+    return tiny.write_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tiny_folder: Path) -> Checkpoint:
+    return prepare(str(tiny_folder), tiny_folder.parent / "cache")

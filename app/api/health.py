@@ -34,4 +34,4 @@ class Health:
             await self._store.ping()
         except StoreError as fault:
             return json_response({"status": "failed", "error": f"the conversation log does not answer: {fault}"}, 503)
-        return json_response({"status": "ready", "model": self._models.name})
+        return json_response({"status": "ready", "model": self._models.name, "live": self._batcher.live})

@@ -92,22 +92,20 @@ class Conversations:
         A client message id that the same owner used within a day gives the run that exists.
         Raises: ConversationError, StoreError, engine.core.EngineError
         """
+        _check(turn)
         if turn.client_message_id is None:
             return await self._submit(turn, scratch)
         async with self._one_at_a_time(turn.owner, turn.client_message_id):
             return await self._submit(turn, scratch)
 
     async def _submit(self, turn: Turn, scratch: Shelf | None) -> Run:
-        if not turn.items or not all(text for _, text in turn.items):
-            raise ConversationError("expected input of at least one message with text, got an empty one", "input")
         if not (turn.stored or scratch):
             scratch = Shelf.scratch()
         shelf = self._durable if turn.stored or scratch is None else scratch
         if turn.client_message_id and (repeated := await shelf.store.repeated(turn.owner, turn.client_message_id)):
             return await self._run_of(repeated, shelf)
-        place = await self._place(turn, shelf, scratch)
-        async with self._adding_to(turn.conversation):
-            return await self._accept(turn, place, shelf)
+        async with self._adding_to(turn.owner, turn.conversation):
+            return await self._accept(turn, await self._place(turn, shelf, scratch), shelf)
 
     async def _accept(self, turn: Turn, place: _Place, shelf: Shelf) -> Run:
         """Tokenise, check, write, start."""
@@ -171,13 +169,9 @@ class Conversations:
         del self._runs[task.get_name()]
 
     async def _place(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> _Place:
-        if turn.previous and turn.conversation:
-            raise ConversationError("expected previous_response_id or conversation, got both", "conversation")
         if turn.previous:
             return await self._after(turn.owner, turn.previous, shelf, scratch)
         if turn.conversation:
-            if not turn.stored:
-                raise ConversationError("expected store: true for a turn of a conversation, got store: false", "store")
             conversation = await self.conversation(turn.owner, turn.conversation)
             return _Place(conversation, ledger.path(await shelf.store.items(conversation.id), conversation.leaf))
         return _Place(_new_conversation(turn.owner, listed=False), [])
@@ -250,14 +244,14 @@ class Conversations:
     async def delete(self, owner: str, id: str) -> None:
         """End its runs and remove everything of it. Raises: NotFoundError, StoreError"""
         conversation = await self.conversation(owner, id)
-        async with self._adding_to(id):
-            for run in self.running(id):
-                run.cancel()
-                await run.done()
+        for run in self.running(id):
+            run.cancel()
+            await run.done()
+        async with self._adding_to(owner, id):
             await self._durable.store.delete_conversation(conversation)
 
     def running(self, conversation: str) -> list[Run]:
-        return [run for run in self._runs.values() if run.response.conversation == conversation]
+        return [run for run in self._runs.values() if run.response.conversation == conversation and not run.finished]
 
     # Beginning and end of the process
 
@@ -280,11 +274,12 @@ class Conversations:
     # Turn-taking
 
     @asynccontextmanager
-    async def _adding_to(self, conversation: str | None) -> AsyncIterator[None]:
+    async def _adding_to(self, owner: str, conversation: str | None) -> AsyncIterator[None]:
         """One turn of a conversation at a time: its next one must follow the reply."""
         if conversation is None:
             yield
             return
+        await self.conversation(owner, conversation)  # before anyone else's could be told to be busy
         if conversation in self._busy or self.running(conversation):
             raise ConflictError(
                 f"conversation {conversation!r} has a response in progress: wait for it or cancel it", "conversation", "conversation_locked"
@@ -302,6 +297,16 @@ class Conversations:
             yield
         if not lock.locked():
             self._submitting.pop((owner, client_message_id), None)
+
+
+def _check(turn: Turn) -> None:
+    """What is wrong with a turn whatever it follows. Raises: ConversationError"""
+    if not turn.items or not all(text for _, text in turn.items):
+        raise ConversationError("expected input of at least one message with text, got an empty one", "input")
+    if turn.previous and turn.conversation:
+        raise ConversationError("expected previous_response_id or conversation, got both", "conversation")
+    if turn.conversation and not turn.stored:
+        raise ConversationError("expected store: true for a turn of a conversation, got store: false", "store")
 
 
 def new_id(kind: str) -> str:

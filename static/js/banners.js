@@ -5,7 +5,6 @@ const GRACE = 1_000; // milliseconds a lost connection may take to come back bef
 export class Banners {
   #clock = null;
   #lostAt = 0;
-  #loadingShown = false;
 
   /** `askKey()` opens the key dialog, `checkModel()` asks for the model's state again. */
   constructor(store, chat, { askKey, checkModel }) {
@@ -49,13 +48,16 @@ export class Banners {
   }
 
   #drawModel() {
-    const { model } = this.store;
+    const { model, connection } = this.store;
+    if (connection.state === "waiting") return this.#show("model", null); // nobody can say how the model is
     if (model.status === "failed") {
-      return this.#show("model", { text: `The model could not be loaded: ${model.error}`, role: "alert", offers: [["Check again", this.checkModel]] });
+      const offers = [["Check again", this.checkModel]];
+      return this.#show("model", { text: `The model could not be loaded: ${model.error}`, role: "alert", offers });
     }
     if (model.status !== "loading") return this.#show("model", null);
-    const text = "The model is loading. You can write meanwhile.";
-    this.#show("model", { text, detail: model.stage ?? "", progress: model.fraction ?? null, role: "status", offers: [] });
+    const stage = model.stage ? ` (${model.stage})` : "";
+    const text = `The model is loading${stage}. You can write meanwhile.`;
+    this.#show("model", { text, progress: model.fraction ?? null, role: "status", offers: [] });
   }
 
   #dismissNotice() {

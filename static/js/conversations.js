@@ -36,8 +36,10 @@ export class Conversations {
     }
     for (const id of this.#rows.keys()) if (!store.conversations.has(id)) this.#rows.delete(id);
     if (!children.length) children.push(this.#line(store.listState === "loading" ? "Loading…" : "No conversations yet."));
-    if (store.listState === "failed") children.splice(0, children.length, this.#line(`The list could not be read: ${store.listError}`), this.#button("Try again", "retry"));
-    else if (store.listMore) children.push(this.#button("Show more", "more"));
+    if (store.listState === "failed") {
+      children.length = 0;
+      children.push(this.#line(`The list could not be read: ${store.listError}`), this.#button("Try again", "retry"));
+    } else if (store.listMore) children.push(this.#button("Show more", "more"));
     this.place.replaceChildren(...children);
     if (focused) this.#rows.get(focused)?.querySelector("a").focus({ preventScroll: true });
   }

@@ -8,8 +8,8 @@ export function numbersOf({ usage, took, seconds }) {
   if (!usage) return "";
   const parts = [`${number.format(usage.output)} ${usage.output === 1 ? "token" : "tokens"}`];
   if (usage.prompt) parts.push(`${number.format(usage.cached)} of ${number.format(usage.prompt)} prompt tokens from cache`);
-  if (took) parts.push(`${took.toFixed(took < 10 ? 1 : 0)} s`, `${number.format(Math.round(usage.output / took))} tokens/s`);
-  else if (seconds) parts.push(`${seconds} s`);
+  if (took) parts.push(`${took.toFixed(took < 10 ? 1 : 0)}\u00a0s`, `${number.format(Math.round(usage.output / took))} tokens/s`);
+  else if (seconds) parts.push(`${seconds}\u00a0s`);
   return parts.join(" · ");
 }
 

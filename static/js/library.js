@@ -114,9 +114,9 @@ export class Library {
     conversation.title = record.title || conversation.title;
     conversation.createdAt = record.created_at;
     conversation.updatedAt = record.updated_at ?? record.created_at;
-    const ended = ({ responseId, status }) => responseId && status !== "in_progress";
-    const over = new Set(conversation.messages.filter((each) => each.role === "assistant" && ended(each)).map((each) => each.responseId));
-    conversation.running = new Set((record.running ?? []).filter((each) => !over.has(each))); // the record may be older than what is known here
+    const replies = conversation.messages.filter((each) => each.role === "assistant");
+    const over = new Set(replies.filter((each) => each.status !== "in_progress").map((each) => each.responseId));
+    conversation.running = new Set((record.running ?? []).filter((each) => !over.has(each))); // it may be older than what is known
     conversation.listed = true;
     return conversation;
   }
@@ -127,8 +127,7 @@ export class Library {
     const merged = [];
     for (const item of items) {
       if (item.type !== "message" || (item.role !== "user" && item.role !== "assistant")) continue;
-      const same = (each) => each.role === item.role && (each.id ? each.id === item.id : each.responseId && each.responseId === item.response_id);
-      const message = known.find(same) ?? (item.role === "user" ? { role: "user", text: "", status: "sent" } : newReply(item.response_id));
+      const message = known.find((each) => isOf(each, item)) ?? (item.role === "user" ? sentMessage() : newReply(item.response_id));
       message.id = item.id;
       message.responseId = item.response_id;
       growTo(message, textOf(item));
@@ -170,3 +169,10 @@ export class Library {
     this.store.emit("list");
   }
 }
+
+/** Whether a message shown is that item. One that was just sent or begun has no item's id yet, only its response's. */
+function isOf({ role, id, responseId }, item) {
+  return role === item.role && (id ? id === item.id : responseId !== null && responseId === item.response_id);
+}
+
+const sentMessage = () => ({ role: "user", id: null, responseId: null, text: "", status: "sent", error: null });

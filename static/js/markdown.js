@@ -86,7 +86,7 @@ const languageOf = (pre) => /language-(\S+)/.exec(pre.querySelector("code")?.cla
 export class MarkdownView {
   #text = ""; // what is drawn
   #settled = 0; // length of the part of it whose blocks are final
-  #final = []; // {raw, html, element} of final blocks
+  #final = []; // {end, html, element, highlighted} of final blocks
   #open = []; // the same of blocks that may still change
 
   /** @param {Element} element holds one child per block, and is this view's alone */
@@ -118,7 +118,8 @@ export class MarkdownView {
     for (const token of tokens) {
       const start = end;
       end += token.raw.length;
-      if (token.type !== "space" && token.type !== "def") blocks.push({ start, end, lineEnds: source.indexOf("\n", start), html: parser.parse([token]) });
+      if (token.type === "space" || token.type === "def") continue;
+      blocks.push({ end, lineEnds: source.indexOf("\n", start), html: parser.parse([token]) });
     }
     return blocks;
   }
@@ -158,10 +159,7 @@ export class MarkdownView {
     this.#settled += settled;
     this.#final.push(...final);
     this.#open = this.#open.slice(count);
-    for (const block of this.#open) {
-      block.start -= settled;
-      block.end -= settled;
-    }
+    for (const block of this.#open) block.end -= settled;
   }
 }
 

@@ -46,7 +46,7 @@ export class Socket {
     socket.onclose = ({ code }) => {
       if (socket !== this.#socket) return;
       this.#socket = null;
-      if (code === 1) return this.#become("refused");
+      if (code === KEY_REFUSED) return this.#become("refused");
       const steady = openedAt && performance.now() - openedAt > STEADY_AFTER;
       this.#failures = steady ? 1 : this.#failures + 1;
       this.#wait();

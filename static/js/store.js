@@ -64,7 +64,8 @@ function emptyConversation(id) {
 }
 
 /** The reply being written in a conversation, or undefined. */
-export const runningReply = (conversation) => conversation?.messages.findLast((each) => each.role === "assistant" && each.status === "in_progress");
+export const runningReply = (conversation) =>
+  conversation?.messages.findLast((each) => each.role === "assistant" && each.status === "in_progress");
 
 /** The message a conversation has not yet had acknowledged, or undefined. */
 export const pendingMessage = (conversation) =>

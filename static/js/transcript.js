@@ -22,6 +22,7 @@ export class Transcript {
     Object.assign(this, { store, chat, composer });
     this.scroller = document.getElementById("transcript");
     this.list = document.getElementById("messages");
+    this.reading = document.getElementById("reading");
     this.welcome = document.getElementById("welcome");
     this.latest = document.getElementById("latest");
     this.follower = new Follower(this.scroller, () => (this.latest.hidden = this.follower.following));
@@ -105,15 +106,12 @@ export class Transcript {
     });
   }
 
+  /** A line in place of messages that are not here yet. */
   #showReading(open) {
-    const reading = open && (open.state === "reading" || open.state === "failed" || open.state === "unread") && !open.messages.length;
-    this.list.classList.toggle("reading", Boolean(reading));
-    if (!reading) return;
-    const line = document.createElement("p");
-    line.className = "placeholder";
-    line.textContent = open.state === "failed" ? `This conversation could not be read: ${open.error} ` : "Reading the conversation…";
-    if (open.state === "failed") line.append(this.#retryButton(open));
-    this.list.replaceChildren(line);
+    const unread = open && open.state !== "read" && !open.messages.length;
+    if (!unread) return this.reading.replaceChildren();
+    if (open.state !== "failed") return this.reading.replaceChildren("Reading the conversation…");
+    this.reading.replaceChildren(`This conversation could not be read: ${open.error} `, this.#retryButton(open));
   }
 
   #retryButton(conversation) {

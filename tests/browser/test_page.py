@@ -29,6 +29,7 @@ def test_three_turns_are_what_the_api_says(chat: Chat) -> None:
     chat.page.reload()
     chat.ended(3)
     assert [chat.copied(chat.replies.nth(turn)) for turn in range(3)] == shown
+    expect(chat.page.locator("#reading")).to_be_empty()
     expect(chat.replies.last.locator(".numbers")).to_contain_text(re.compile(r"\d+ tokens? · \d+ of \d+ prompt tokens from cache"))
 
 
@@ -222,11 +223,11 @@ def test_a_socket_cut_mid_reply_loses_and_doubles_nothing(chat: Chat, after: int
 
 
 def test_what_is_written_while_the_model_loads_is_sent_when_it_is_ready(chat: Chat) -> None:
-    loading = '{"status": "loading", "stage": "Reading weights", "fraction": 0.4}'
+    loading = '{"status": "loading", "stage": "reading weights", "fraction": 0.4}'
     chat.page.route("**/readyz", lambda route: route.fulfill(status=503, content_type="application/json", body=loading))
     chat.open()
     banner = chat.page.locator(".banner.model")
-    expect(banner).to_contain_text("The model is loading. You can write meanwhile. Reading weights")
+    expect(banner).to_contain_text("The model is loading (reading weights). You can write meanwhile.")
     assert banner.locator("progress").evaluate("element => element.value") == pytest.approx(0.4)
     chat.send("Say hello.")
     expect(chat.questions.locator(".state")).to_have_text("Will be sent as soon as the model is loaded")

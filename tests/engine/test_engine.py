@@ -80,7 +80,7 @@ def test_every_hit_length_gives_the_cold_reply(engine: Engine, oracle: LlamaForC
     whole = [3 + i for i in range(40)]
     run(engine, {0: [ask(0, whole, 1)]})
     for length in range(1, 40):
-        sequence = ask(length, whole[:length] + [299], 4)
+        sequence = ask(length, [*whole[:length], 299], 4)
         assert ids_of(run(engine, {0: [sequence]})[length]) == greedy(oracle, sequence.prompt, 4)
         assert sequence.cached == length // 4 * 4
 

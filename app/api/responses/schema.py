@@ -1,7 +1,7 @@
 """Requests of the Responses protocol, read and turned into turns.
 
-Owns which fields are understood, which are accepted only with their neutral value, and which are refused. No field that could change a reply is
-silently ignored; fields that only describe the caller, or the transport, are.
+Owns which fields are understood, which are accepted only with their neutral value, and which are refused. No field that could change a
+reply is silently ignored; fields that only describe the caller, or the transport, are.
 """
 
 from __future__ import annotations

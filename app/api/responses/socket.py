@@ -1,8 +1,9 @@
 """Responses over WebSocket: one connection, its lanes, its cursors.
 
 Owns the order of a connection: frames of one lane run first in, first out; lanes run side by side. One task reads frames the whole time
-(a server that stops reading sees no cancel and no pong); each lane's task submits its next frame, then follows that run and sends its events. A
-lane that cannot send waits for its socket and holds back nobody: the run goes on and stays in the log. A connection's end stops no stored run.
+(a server that stops reading sees no cancel and no pong); each lane's task submits its next frame, then follows that run and sends its
+events. A lane that cannot send waits for its socket and holds back nobody: the run goes on and stays in the log. A connection's end stops
+no stored run.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""The domain on a real Valkey and a real engine with a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from app.conversations.service import Conversations
+from app.store.valkey import ValkeyStore, connect
+from engine.batcher import Batcher
+from engine.core import EngineOptions
+from tests.app.store.conftest import valkey_url
+
+__all__ = ["valkey_url"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def batcher(tiny_folder: Path) -> AsyncIterator[Batcher]:
+    made = Batcher(EngineOptions(model=str(tiny_folder), cache_dir=tiny_folder.parent / "cache", threads=1))
+    made.start()
+    await made.settled()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def new_conversations(batcher: Batcher) -> Callable[[object], Conversations]:
+    return lambda store: Conversations(store, batcher, lambda owner: owner.encode())  # type: ignore[arg-type]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def valkey(valkey_url: str) -> AsyncIterator[ValkeyStore]:
+    client = connect(valkey_url)
+    await client.flushall()
+    store = ValkeyStore(client)
+    yield store
+    await store.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def conversations(valkey: ValkeyStore, new_conversations: Callable[[object], Conversations]) -> AsyncIterator[Conversations]:
+    made = new_conversations(valkey)
+    yield made
+    await made.close()

@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.conversations.errors import ConflictError, ConversationError, NotFoundError
+from app.conversations.run import Run
+from app.conversations.service import Conversations, Shelf, Turn
+from app.store import StoreError
+from app.store.records import Conversation, Entry, Item, Response
+from app.store.valkey import ValkeyStore
+from engine.batcher import Batcher
+from engine.core import NotReadyError, RequestError, SamplingParams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def turn(text: str = "hello you", owner: str = "ana", max_tokens: int = 12, **fields: Any) -> Turn:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logit_bias={0: -100.0, 1: -100.0, 2: -100.0})
+    return Turn(owner=owner, items=[("user", text)], sampling=sampling, **fields)
+
+
+async def text_of(run: Run) -> str:
+    return "".join([entry.text async for _, entry in run.entries()])
+
+
+async def test_a_turn_is_in_the_log_when_it_is_accepted(conversations: Conversations, valkey: ValkeyStore) -> None:
+    run = await conversations.submit(turn(max_tokens=60))
+    assert not run.finished
+    stored = await valkey.response(run.id)
+    assert stored and stored.status == "in_progress"
+    items = await valkey.items(stored.conversation)
+    assert items[stored.input[0]].text == "hello you"
+    text = await text_of(run)
+    assert run.response.status == "incomplete"
+    assert await valkey.response(run.id) == run.response
+    reply = (await valkey.items(stored.conversation))[stored.output]
+    assert reply.text == text == "".join(entry.text for entry in await valkey.entries(run.id))
+    assert reply.ids is not None
+    assert len(reply.ids) == 60
+    assert await valkey.open_responses() == []
+
+
+async def test_nothing_is_visible_before_it_is_logged(conversations: Conversations, valkey: ValkeyStore) -> None:
+    run = await conversations.submit(turn(max_tokens=40))
+    async for index, entry in run.entries():
+        assert (await valkey.entries(run.id))[index - 1] == entry
+
+
+async def test_a_followers_view_is_the_same_whenever_it_comes(conversations: Conversations) -> None:
+    run = await conversations.submit(turn(max_tokens=60))
+    early = asyncio.create_task(text_of(run))
+    await run.done()
+    late = await conversations.attach("ana", run.id)
+    assert await early == await text_of(run) == await text_of(late)
+    whole = [pair async for pair in late.entries()]
+    for after in range(len(whole) + 1):
+        assert [pair async for pair in late.entries(after)] == whole[after:]
+
+
+async def test_the_next_turn_is_built_from_the_tokens_of_the_last(conversations: Conversations, batcher: Batcher) -> None:
+    first = await conversations.submit(turn(max_tokens=40))
+    await first.done()
+    second = await conversations.submit(turn("and you", previous=first.id))
+    await second.done()
+    run = first.response.usage.prompt_tokens + first.response.usage.completion_tokens
+    assert second.response.usage.cached_tokens == (run - 1) // 16 * 16
+    assert second.reply.parent == second.response.input[0]
+    prompt = [*first.reply.lead_ids, *(first.reply.ids or []), *second.reply.lead_ids]
+    assert second.response.usage.prompt_tokens == len(prompt)
+
+
+async def test_a_reply_of_another_model_is_rendered_anew(conversations: Conversations, valkey: ValkeyStore) -> None:
+    first = await conversations.submit(turn())
+    await first.done()
+    foreign = Item(
+        **{name: getattr(first.reply, name) for name in first.reply.__struct_fields__} | {"fingerprint": "another", "ids": [299] * 5}
+    )
+    await valkey.finish(first.response, foreign)
+    second = await conversations.submit(turn("and you", previous=first.id))
+    await second.done()
+    assert second.response.status != "failed"
+    assert second.response.usage.prompt_tokens == len(second.reply.lead_ids)
+
+
+async def test_branches_of_one_response(conversations: Conversations) -> None:
+    root = await conversations.submit(turn())
+    await root.done()
+    branches = await asyncio.gather(*(conversations.submit(turn(text, previous=root.id)) for text in ("one", "two")))
+    for branch in branches:
+        await branch.done()
+        assert branch.response.usage.cached_tokens
+    assert branches[0].response.conversation == branches[1].response.conversation
+
+
+async def test_a_repeated_message_runs_once(conversations: Conversations, batcher: Batcher) -> None:
+    """C4."""
+    assert batcher._engine
+    before = next(batcher._ids)
+    runs = await asyncio.gather(*(conversations.submit(turn(client_message_id="m")) for _ in range(5)))
+    assert len({run.id for run in runs}) == 1
+    await runs[0].done()
+    again = await conversations.submit(turn(client_message_id="m"))
+    assert again.id == runs[0].id
+    assert await text_of(again) == await text_of(runs[0])
+    assert next(batcher._ids) == before + 2, "one engine request"
+    assert (await conversations.submit(turn(client_message_id="m", owner="ben"))).id != runs[0].id
+
+
+async def test_owners_do_not_exist_for_each_other(conversations: Conversations) -> None:
+    """C9: the same answer as for an id that never was."""
+    thread = await conversations.create("ana", {})
+    run = await conversations.submit(turn(conversation=thread.id, max_tokens=150))
+
+    async def refused(action: Callable[[str, str, str], Any]) -> None:
+        for owner, response, conversation in (("ben", run.id, thread.id), ("ana", "resp_x", "conv_x")):
+            with pytest.raises(NotFoundError) as fault:
+                await action(owner, response, conversation)
+            seen.append((type(fault.value), str(fault.value).replace(response, "ID").replace(conversation, "ID"), fault.value.code))
+        assert seen[-1] == seen[-2]
+
+    seen: list[tuple[type, str, str]] = []
+    await refused(lambda owner, response, _: conversations.attach(owner, response))
+    await refused(lambda owner, response, _: conversations.cancel(owner, response))
+    await refused(lambda owner, response, _: conversations.submit(turn(owner=owner, previous=response)))
+    await refused(lambda owner, _, conversation: conversations.submit(turn(owner=owner, conversation=conversation)))
+    await refused(lambda owner, _, conversation: conversations.conversation(owner, conversation))
+    await refused(lambda owner, _, conversation: conversations.items(owner, conversation))
+    await refused(lambda owner, _, conversation: conversations.delete(owner, conversation))
+    await refused(lambda owner, _, conversation: conversations.listed(owner, 10, conversation))
+    assert await conversations.listed("ben", 10) == []
+    await run.done()
+    assert run.response.reason == "max_output_tokens", "nobody stopped it"
+
+
+async def test_owners_share_no_cache(conversations: Conversations) -> None:
+    """E3."""
+    for owner, cached in (("ana", False), ("ana", True), ("ben", False)):
+        run = await conversations.submit(turn("a prompt that is long enough for a block or two", owner=owner))
+        await run.done()
+        assert bool(run.response.usage.cached_tokens) is cached
+
+
+async def test_one_turn_of_a_conversation_at_a_time(conversations: Conversations) -> None:
+    thread = await conversations.create("ana", {"topic": "x"})
+    both = await asyncio.gather(
+        *(conversations.submit(turn(conversation=thread.id, max_tokens=100)) for _ in range(2)), return_exceptions=True
+    )
+    assert [type(one) for one in both] == [Run, ConflictError]
+    run = both[0]
+    assert isinstance(run, Run)
+    with pytest.raises(ConflictError):
+        await conversations.submit(turn(conversation=thread.id))
+    with pytest.raises(ConflictError):
+        await conversations.submit(turn(previous=run.id))
+    assert [one.id for one in conversations.running(thread.id)] == [run.id]
+    await conversations.cancel("ana", run.id)
+    await run.done()
+    assert (run.response.status, run.response.reason) == ("incomplete", "cancelled")
+    await (await conversations.submit(turn(conversation=thread.id))).done()
+    assert [item.role for item in await conversations.items("ana", thread.id)] == ["user", "assistant"] * 2
+    (listed,) = await conversations.listed("ana", 10)
+    assert (listed.id, listed.title, listed.metadata) == (thread.id, "hello you", {"topic": "x"})
+
+
+async def test_deleting_ends_what_runs(conversations: Conversations, valkey: ValkeyStore) -> None:
+    thread = await conversations.create("ana", {})
+    run = await conversations.submit(turn(conversation=thread.id, max_tokens=200))
+    await conversations.delete("ana", thread.id)
+    assert run.response.reason == "cancelled"
+    assert await valkey.response(run.id) is None
+    assert await valkey.items(thread.id) == {}
+    with pytest.raises(NotFoundError):
+        await conversations.attach("ana", run.id)
+
+
+async def test_what_is_not_stored_is_on_its_shelf_alone(conversations: Conversations, valkey: ValkeyStore) -> None:
+    shelf = Shelf.scratch()
+    stored = await conversations.submit(turn())
+    await stored.done()
+    hidden = await conversations.submit(turn("and you", previous=stored.id, stored=False), shelf)
+    await hidden.done()
+    assert await valkey.response(hidden.id) is None
+    assert hidden.response.conversation != stored.response.conversation
+    more = await conversations.submit(turn("and more", previous=hidden.id, stored=False), shelf)
+    await more.done()
+    assert more.response.usage.prompt_tokens > hidden.response.usage.prompt_tokens > stored.response.usage.prompt_tokens
+    with pytest.raises(NotFoundError):
+        await conversations.submit(turn(previous=hidden.id))
+    kept = await conversations.submit(turn("keep", previous=more.id), shelf)
+    await kept.done()
+    assert len(await valkey.items(kept.response.conversation)) == 8
+    with pytest.raises(ConversationError, match="store: true"):
+        await conversations.submit(turn(conversation="conv_x", stored=False), shelf)
+
+
+async def test_what_cannot_run_is_refused_before_anything_is_written(conversations: Conversations, valkey: ValkeyStore) -> None:
+    for wrong, kind in (
+        (turn(""), ConversationError),
+        (Turn(owner="ana", items=[], sampling=SamplingParams(max_tokens=1)), ConversationError),
+        (turn("x" * 1000), RequestError),
+        (turn(max_tokens=10**12), RequestError),
+        (turn(previous="a", conversation="b"), ConversationError),
+    ):
+        with pytest.raises(kind, match="expected"):
+            await conversations.submit(wrong)
+    assert await valkey.open_responses() == []
+
+
+async def test_not_ready_is_said(valkey: ValkeyStore, batcher: Batcher) -> None:
+    idle = Conversations(valkey, Batcher(batcher.options), lambda owner: b"")
+    with pytest.raises(NotReadyError):
+        await idle.submit(turn())
+
+
+class Flaky:
+    """A store whose writes fail while `broken`, with or without having been done."""
+
+    def __init__(self, store: ValkeyStore, after_writing: bool) -> None:
+        self._store = store
+        self._after_writing = after_writing
+        self.broken = False
+        self.mended = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def append(self, batch: list[tuple[str, int, Entry]]) -> None:
+        await self._unreliable(self._store.append, batch)
+
+    async def finish(self, response: Response, reply: Item) -> None:
+        await self._unreliable(self._store.finish, response, reply)
+
+    async def _unreliable(self, write: Callable[..., Any], *arguments: Any) -> None:
+        if self.broken and self._after_writing:
+            await write(*arguments)
+        if self.broken:
+            raise StoreError("gone fishing")
+        await write(*arguments)
+
+
+@pytest.mark.parametrize("after_writing", [False, True])
+async def test_a_store_that_comes_back_loses_and_doubles_nothing(
+    valkey: ValkeyStore, new_conversations: Callable[[object], Conversations], after_writing: bool
+) -> None:
+    flaky = Flaky(valkey, after_writing)
+    conversations = new_conversations(flaky)
+    wanted = await conversations.submit(turn(max_tokens=80))
+    await wanted.done()
+    run = await conversations.submit(turn(max_tokens=80))
+    flaky.broken = True
+    asyncio.get_running_loop().call_later(0.5, lambda: setattr(flaky, "broken", False))
+    await run.done()
+    assert await text_of(run) == await text_of(wanted)
+    assert "".join(entry.text for entry in await valkey.entries(run.id)) == await text_of(wanted)
+    assert (await valkey.response(run.id)) == run.response
+    await conversations.close()
+
+
+async def test_a_store_that_stays_away_fails_the_run(
+    valkey: ValkeyStore, new_conversations: Callable[[object], Conversations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C11: one terminal state, and it is not success."""
+    monkeypatch.setattr("app.conversations.journal.PATIENCE_SECONDS", 0.2)
+    flaky = Flaky(valkey, after_writing=False)
+    conversations = new_conversations(flaky)
+    run = await conversations.submit(turn(max_tokens=150))
+    flaky.broken = True
+    await run.done()
+    assert run.response.status == "failed"
+    assert "log" in (run.response.error or "")
+    flaky.broken = False
+    assert await (await conversations.submit(turn())).done()
+    await conversations.close()
+
+
+async def test_a_refused_write_fails_that_run_and_no_other(conversations: Conversations, valkey: ValkeyStore) -> None:
+    """C12: another producer has written this run's log."""
+    run, other = [await conversations.submit(turn(max_tokens=150)) for _ in range(2)]
+    await valkey.append([(run.id, 10_000, Entry([], "intruder"))])
+    await run.done()
+    await other.done()
+    assert run.response.status == "failed"
+    assert other.response.status == "incomplete"
+
+
+async def test_recovery_keeps_what_was_logged(
+    conversations: Conversations, valkey: ValkeyStore, new_conversations: Callable[[object], Conversations]
+) -> None:
+    """What a killed process leaves: an accepted response, some of its log, no end."""
+    run = await conversations.submit(turn(max_tokens=150, request={"stop": None}))
+    seen = []
+    async for _, entry in run.entries():
+        seen.append(entry)
+        if len(seen) == 20:
+            break
+    begun = await valkey.response(run.id)
+    assert begun
+    await run.done()
+    items = await valkey.items(run.response.conversation)
+    await valkey.delete_conversation((await valkey.conversation(run.response.conversation)) or pytest.fail())
+    await put_back(valkey, begun, items, seen)
+    restarted = new_conversations(valkey)
+    assert await restarted.recover() == 1
+    assert await restarted.recover() == 0
+    cut = await restarted.attach("ana", run.id)
+    assert (cut.response.status, cut.response.reason) == ("incomplete", "interrupted")
+    assert cut.reply.text == "".join(entry.text for entry in seen) == await text_of(cut)
+    assert cut.reply.ids == [id for entry in seen for id in entry.ids]
+    following = await restarted.submit(turn("go on", previous=run.id))
+    await following.done()
+    assert following.response.usage.cached_tokens > 0
+    await restarted.close()
+
+
+async def put_back(valkey: ValkeyStore, response: Response, items: dict[str, Item], entries: list[Entry]) -> None:
+    """Write the records as they stood when the process died."""
+    conversation = Conversation(id=response.conversation, owner="ana", created_at=1.0, updated_at=1.0, listed=False, leaf=response.output)
+    reply = items[response.output]
+    reply.text, reply.ids, reply.status = "", None, "in_progress"
+    await valkey.accept(conversation, response, list(items.values()))
+    await valkey.append([(response.id, index, entry) for index, entry in enumerate(entries, start=1)])
+
+
+async def test_closing_ends_every_run(valkey: ValkeyStore, new_conversations: Callable[[object], Conversations]) -> None:
+    conversations = new_conversations(valkey)
+    runs = [await conversations.submit(turn(max_tokens=200)) for _ in range(3)]
+    await conversations.close()
+    assert [run.response.reason for run in runs] == ["server_shutdown"] * 3
+    assert await valkey.open_responses() == []
