@@ -167,6 +167,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 def _server(app: ASGIApp, settings: Settings, url: str) -> uvicorn.Server:
     import uvicorn
 
+    from app.websocket import WebSocketProtocol
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -178,7 +180,7 @@ def _server(app: ASGIApp, settings: Settings, url: str) -> uvicorn.Server:
         uvicorn.Config(
             app,
             loop="uvloop" if sys.platform != "win32" else "asyncio",
-            ws="websockets-sansio",
+            ws=WebSocketProtocol,
             ws_max_size=settings.max_frame_bytes,
             ws_ping_interval=PING_SECONDS,
             ws_ping_timeout=PING_SECONDS,

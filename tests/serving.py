@@ -14,6 +14,10 @@ import httpx
 START_SECONDS = 120.0
 
 
+class StartFailed(Exception):
+    """The server ended instead of listening; its log is the message."""
+
+
 class Server:
     """`hocket serve` on a free port of loopback, with a data folder that outlives restarts."""
 
@@ -39,7 +43,10 @@ class Server:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout
         line = self.process.stdout.readline()
-        assert line.startswith("Hocket is ready: "), f"the server said {line!r}\n{self.log}"
+        if not line.startswith("Hocket is ready: "):
+            self.process.wait(60)
+            self._forget()
+            raise StartFailed(f"{line}{self.log}")
         self.port = int(line.rsplit(":", 1)[1])
         if wait:
             self.wait_until_ready()
@@ -58,10 +65,13 @@ class Server:
             return
         os.kill(self.process.pid, signal.SIGKILL if kill else signal.SIGTERM)
         self.process.wait(60)
-        assert self.process.stdout
-        self.process.stdout.close()
-        self.process = None
+        self._forget()
 
     def restart(self, kill: bool = False, wait: bool = True) -> None:
         self.stop(kill)
         self.start(wait)
+
+    def _forget(self) -> None:
+        assert self.process and self.process.stdout
+        self.process.stdout.close()
+        self.process = None

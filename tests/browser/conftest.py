@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Locator, Page, Request, expect, sync_playwright
 
 from tests.serving import Server
 
@@ -78,6 +78,18 @@ class Chat:
         message.get_by_role("button", name="Copy", exact=True).last.click()
         return str(self.page.evaluate("navigator.clipboard.readText()"))
 
+    def on_dialog(self, dialog: Dialog) -> None:
+        self.faults.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def on_request(self, request: Request) -> None:
+        if not request.url.startswith((self.url, "data:", "blob:")):
+            self.faults.append(f"request to {request.url}")
+
+    def on_console(self, message: ConsoleMessage) -> None:
+        if "Content Security Policy" in message.text:
+            self.faults.append(message.text)
+
     @property
     def conversation(self) -> str:
         self.page.wait_for_url("**/c/*")
@@ -118,16 +130,12 @@ def new_chat(context: BrowserContext, url: str, settings: dict[str, Any]) -> Cha
     page = context.new_page()
     page.add_init_script(f"localStorage.setItem('hocket.settings', {json.dumps(json.dumps(settings))})")
     chat = Chat(page, url)
+    # Not the bound methods themselves: Playwright sets attributes on their object, which has slots.
     page.on("pageerror", lambda error: chat.faults.append(f"script error: {error}"))
-    page.on("dialog", lambda dialog: (chat.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda request: outside(chat, request.url))
-    page.on("console", lambda message: "Content Security Policy" in message.text and chat.faults.append(message.text))
+    page.on("dialog", lambda dialog: chat.on_dialog(dialog))
+    page.on("request", lambda request: chat.on_request(request))
+    page.on("console", lambda message: chat.on_console(message))
     return chat
-
-
-def outside(chat: Chat, url: str) -> None:
-    if not url.startswith((chat.url, "data:", "blob:")):
-        chat.faults.append(f"request to {url}")
 
 
 def set_length(chat: Chat, settings: dict[str, Any]) -> None:

@@ -318,8 +318,11 @@ def test_a_lost_connection_is_shown_and_found_again(chat: Chat) -> None:
     chat.send("Say hello.")
     expect(chat.questions.locator(".state")).to_have_text("Will be sent as soon as there is a connection")
     assert sockets < 8, "each wait is longer than the one before"
-    refuse = False
+    before = sockets
     banner.get_by_role("button", name="Try now").click()
+    chat.page.wait_for_timeout(100)
+    assert sockets > before
+    refuse = False
     chat.ended(1)
     expect(banner).to_have_count(0)
 

@@ -1,0 +1,36 @@
+"""The server's WebSocket connection: uvicorn's own, with one of its edges rounded.
+
+Owns what happens on the wire below ASGI. Knows no routes and no messages.
+"""
+
+from __future__ import annotations
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+LINGER_SECONDS = 5.0
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """Gives a client that broke the protocol (a message too long, say) the time to read why.
+
+    Closing a TCP connection on which unread bytes wait resets it, and the reset takes the close frame with it. So what still comes
+    after such a fault is read and dropped, until the client closes or LINGER_SECONDS have passed. (RFC 9112, section 9.6, on the same
+    hazard in HTTP)
+    """
+
+    _lingering = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._lingering:
+            super().data_received(data)
+
+    def handle_parser_exception(self) -> None:
+        fault = self.conn.close_sent
+        assert fault is not None
+        self._lingering = self.close_sent = True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": fault.code, "reason": fault.reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
