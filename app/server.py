@@ -113,12 +113,14 @@ def _salts(settings: Settings) -> Callable[[str], bytes]:
 
 
 def _kept_secret(path: Path) -> bytes:
+    """The folder's secret, made at the first start; written whole before it has its name."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    if not path.exists():
+        draft = path.with_suffix(".new")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(secrets.token_bytes(32))
-    except FileExistsError:
-        pass
+            os.fsync(file.fileno())
+        draft.replace(path)
     return path.read_bytes()
 
 

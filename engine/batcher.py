@@ -200,9 +200,9 @@ class Batcher:
             self._tell(self._set_state, Failed(f"the engine thread ended: {type(fault).__name__}: {fault}"))
 
     def _load(self) -> Engine:
-        # libgomp reads this when torch brings it in. Compute threads that spin while they wait for each other make a step ten times
-        # slower as soon as any other process is busy; sleeping costs a few microseconds.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # libgomp reads this when torch brings it in. Left alone, compute threads that wait for each other spin for so long that a step
+        # takes ten times as long as soon as another process is busy; put to sleep at once, they take twice as long when none is.
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from engine.engine import Engine
 
         engine = Engine.load(self.options, lambda stage, fraction: self._tell(self._set_state, Loading(stage, fraction)))

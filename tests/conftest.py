@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the engine does, before any test imports torch
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine does, before any test imports torch
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

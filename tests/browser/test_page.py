@@ -8,15 +8,21 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis
+import tokenizers
 from playwright.sync_api import BrowserContext, WebSocketRoute, expect
 
+from app.store.records import Item, decode
+from engine.weights.convert import prepare
 from tests.browser.conftest import ENDLESS, LONG, PATIENCE, SHORT, Chat, new_chat, set_length
+from tests.oracle import check_greedy, load
 from tests.serving import Server
 
 pytestmark = pytest.mark.slow
 
 
-def test_three_turns_are_what_the_api_says(chat: Chat) -> None:
+def test_three_turns_are_the_reference_models(chat: Chat, server: Server) -> None:
+    """What the page shows is what the ledger's own token ids decode to, and each of those is the one transformers would choose."""
     chat.open()
     for turn, question in enumerate(["What is the capital of France?", "And of Italy?", "Name one river there."], start=1):
         chat.send(question)
@@ -25,12 +31,29 @@ def test_three_turns_are_what_the_api_says(chat: Chat) -> None:
     ids = [chat.replies.nth(turn).get_attribute("data-response") for turn in range(3)]
     replies = [item for item in chat.items() if item["role"] == "assistant"]
     assert [(item["response_id"], item["text"]) for item in replies] == list(zip(ids, shown, strict=True))
-    assert all(shown)
+
+    oracle, tokenizer = load(), tokenizers.Tokenizer.from_file(str(prepare("default").tokenizer_path))
+    prompt: list[int] = []
+    for item, text in zip(ledger(server, [item["id"] for item in replies]), shown, strict=True):
+        assert item.ids
+        prompt += item.lead_ids
+        check_greedy(oracle, prompt, item.ids, text)
+        prompt += item.ids
+        assert tokenizer.decode(item.ids) == text
+    assert "<|im_start|>user\nName one river there.<|im_end|>" in tokenizer.decode(prompt, skip_special_tokens=False)
+
     chat.page.reload()
     chat.ended(3)
     assert [chat.copied(chat.replies.nth(turn)) for turn in range(3)] == shown
     expect(chat.page.locator("#reading")).to_be_empty()
     expect(chat.replies.last.locator(".numbers")).to_contain_text(re.compile(r"\d+ tokens? · \d+ of \d+ prompt tokens from cache"))
+
+
+def ledger(server: Server, ids: list[str]) -> list[Item]:
+    """The items of these ids, in this order, as the server's log holds them."""
+    with redis.Redis(unix_socket_path=str(server.data_dir / "valkey" / "socket")) as client:
+        records = [client.hget(key, id) for id in ids for key in client.scan_iter("*:items")]
+    return [decode(record, Item) for record in records if record]
 
 
 def test_stop_keeps_what_was_written_and_survives_a_reload(chat: Chat) -> None:

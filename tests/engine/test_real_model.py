@@ -17,11 +17,10 @@ from transformers import LlamaForCausalLM
 from engine.batcher import Batcher, Generation
 from engine.core import Delta, EngineOptions, Message, Prompt, SamplingParams
 from engine.weights.cache import default_cache_dir
-from engine.weights.convert import prepare
+from tests.oracle import check_greedy, load
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-TIE = 1e-4  # two logits this close may go either way
 NEW_TOKENS = 64
 
 PROMPTS = [
@@ -59,7 +58,7 @@ async def batcher() -> AsyncIterator[Batcher]:
 
 @pytest.fixture(scope="module")
 def oracle() -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(prepare("default").path, dtype=torch.float32)
+    return load()
 
 
 def greedy(max_tokens: int = NEW_TOKENS, **sampling: object) -> SamplingParams:
@@ -68,18 +67,6 @@ def greedy(max_tokens: int = NEW_TOKENS, **sampling: object) -> SamplingParams:
 
 async def collect(generation: Generation) -> list[Delta]:
     return [delta async for delta in generation]
-
-
-def check_greedy(oracle: LlamaForCausalLM, prompt: list[int], reply: tuple[int, ...], what: str) -> None:
-    """Each token is the one transformers would choose after those before it, which is to say that `generate` gives the same reply."""
-    with torch.inference_mode():
-        logits = oracle(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
-    for at, (row, token) in enumerate(zip(logits, reply, strict=True)):
-        top = int(row.argmax())
-        if token != top:
-            gap = float(row[top] - row[token])
-            assert gap < TIE, f"{what}: token {at} is {token}, transformers chooses {top}, {gap} ahead"
-            print(f"{what}: a tie within {TIE} at token {at} went to {token} instead of {top}")  # noqa: T201
 
 
 async def turn(batcher: Batcher, messages: list[Message], delay: float = 0.0) -> tuple[Prompt, Delta]:
