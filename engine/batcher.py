@@ -182,6 +182,7 @@ class Batcher:
             generation._receive(Delta((), "", finish=finish, error=error))
 
     def _set_state(self, state: Loading | Ready | Failed) -> None:
+        _log_change(self.state, state)
         self.state = state
         if isinstance(state, Failed):
             self._end_all(FinishReason.ERROR, state.error)
@@ -230,6 +231,22 @@ class Batcher:
             self._loop.call_soon_threadsafe(callback, argument)
         except RuntimeError:  # the loop has closed under us: nobody is left to tell
             self._closing = True
+
+
+def _log_change(before: Loading | Ready | Failed, after: Loading | Ready | Failed) -> None:
+    """A line for each stage of loading and each tenth of it."""
+    match after:
+        case Loading(stage, fraction):
+            if not isinstance(before, Loading) or (before.stage, _tenths(before.fraction)) != (stage, _tenths(fraction)):
+                log.info("%s%s", stage, "" if fraction is None else f" {fraction:.0%}")
+        case Ready(model):
+            log.info("%s is loaded", model)
+        case Failed(error):
+            log.error("%s", error)
+
+
+def _tenths(fraction: float | None) -> int | None:
+    return None if fraction is None else int(10 * fraction)
 
 
 class Session:

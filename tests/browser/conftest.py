@@ -103,7 +103,7 @@ class Chat:
         return [{**item, "text": "".join(part["text"] for part in item["content"])} for item in answer.json()["data"]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # no longer: while Playwright lives its event loop is the main thread's, and no other can run
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
