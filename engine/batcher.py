@@ -234,10 +234,10 @@ class Batcher:
 
 
 def _log_change(before: Loading | Ready | Failed, after: Loading | Ready | Failed) -> None:
-    """A line for each stage of loading and each tenth of it."""
+    """A line for each stage of loading and each quarter of it."""
     match after:
         case Loading(stage, fraction):
-            if not isinstance(before, Loading) or (before.stage, _tenths(before.fraction)) != (stage, _tenths(fraction)):
+            if not isinstance(before, Loading) or (before.stage, _quarters(before.fraction)) != (stage, _quarters(fraction)):
                 log.info("%s%s", stage, "" if fraction is None else f" {fraction:.0%}")
         case Ready(model):
             log.info("%s is loaded", model)
@@ -245,8 +245,8 @@ def _log_change(before: Loading | Ready | Failed, after: Loading | Ready | Faile
             log.error("%s", error)
 
 
-def _tenths(fraction: float | None) -> int | None:
-    return None if fraction is None else int(10 * fraction)
+def _quarters(fraction: float | None) -> int | None:
+    return None if fraction is None else int(4 * fraction)
 
 
 class Session:
