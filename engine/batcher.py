@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BEAT_SECONDS = 1.0  # an idle engine thread shows that it lives this often
+CLOSE_SECONDS = 10.0  # a thread that takes longer to end is left to the process's end
 STALL_SECONDS = 20.0  # a thread that has not been seen for this long is not answering; one step takes far less
 
 
@@ -94,7 +95,7 @@ class Batcher:
             self._closing = True
             self._wake.notify()
         if self._thread:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
         self._tokenising.shutdown(cancel_futures=True)
         self._end_all(FinishReason.CANCELLED, None)
 
@@ -206,13 +207,18 @@ class Batcher:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from engine.engine import Engine
 
-        engine = Engine.load(self.options, lambda stage, fraction: self._tell(self._set_state, Loading(stage, fraction)))
+        engine = Engine.load(self.options, self._loading)
         checkpoint = engine.checkpoint
         self._engine = engine
         self._seen = time.monotonic()
         ready = Ready(checkpoint.name, engine.scheduler.longest, checkpoint.config.vocab_size, engine.fingerprint)
         self._tell(self._set_state, ready)
         return engine
+
+    def _loading(self, stage: str, fraction: float | None) -> None:
+        if self._closing:
+            raise EngineError("closed while the model was loading")
+        self._tell(self._set_state, Loading(stage, fraction))
 
     def _serve(self, engine: Engine) -> None:
         while not self._closing:

@@ -7,6 +7,7 @@ Owns the scheduler, the runner and each reply's text stream, all of one model. K
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ STEPS_KEPT = 1024
 class StepRecord:
     """What one step did, for those who watch the engine."""
 
+    index: int  # counts steps from 0
     decodes: tuple[int, ...]  # ids of the sequences that decoded one token
     prefills: tuple[tuple[int, int], ...]  # (sequence id, prompt tokens run)
 
@@ -53,6 +55,7 @@ class Engine:
         limits = Limits(options.max_batch_size, options.max_step_tokens, config.context_length, frozenset(checkpoint.eos_ids))
         self.scheduler = Scheduler(BlockPool(blocks, options.block_size), limits)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._count = itertools.count()
         self._texts: dict[int, TextStream] = {}
 
     @classmethod
@@ -80,7 +83,7 @@ class Engine:
         plan = self.scheduler.plan(arrivals, aborts)
         deltas = [(sequence.id, self._last(sequence, FinishReason.CANCELLED)) for sequence in aborts]
         if plan.chunks:
-            self.steps.append(_record(plan))
+            self.steps.append(_record(next(self._count), plan))
             deltas += self._run(plan)
         return deltas
 
@@ -116,7 +119,7 @@ class Engine:
         return Delta((), last.text, last.cached, FinishReason.ERROR, last.reply, f"the engine failed in a step: {type(fault).__name__}")
 
 
-def _record(plan: StepPlan) -> StepRecord:
+def _record(index: int, plan: StepPlan) -> StepRecord:
     decodes = tuple(chunk.sequence.id for chunk in plan.chunks if chunk.sequence.output and len(chunk.tokens) == 1)
     prefills = tuple((chunk.sequence.id, len(chunk.tokens)) for chunk in plan.chunks if chunk.sequence.id not in decodes)
-    return StepRecord(decodes, prefills)
+    return StepRecord(index, decodes, prefills)

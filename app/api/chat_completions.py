@@ -22,7 +22,8 @@ from app.api.disconnect import run_out, until_gone
 from app.api.errors import ApiError, json_response, refusal
 from app.api.models import Models
 from app.conversations.run import Run
-from app.conversations.service import Conversations, Turn
+from app.conversations.service import Conversations
+from app.conversations.turn import Turn
 from app.security import owner_of
 from app.store.records import Role, Usage
 

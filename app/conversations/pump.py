@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from app.conversations.journal import Journal
 from app.conversations.run import Run
 from app.store import StoreError
-from app.store.records import Entry, Item, Response, Status, Usage
+from app.store.records import Item, Response, Status, Usage
 from engine.core import Delta, FinishReason
 
 log = logging.getLogger(__name__)
@@ -36,11 +35,17 @@ async def pump(run: Run, journal: Journal, prompt_tokens: int) -> None:
     text = "".join(texts)
     ids = list(last.reply) if last.reply or not text else None  # None: the engine broke off and cannot say; the text is encoded anew
     status, reason = _outcome(last.finish, run.stopped_because)
+    await finish_or_fail(run, journal, *ended(run, status, text=text, ids=ids, usage=usage, reason=reason, error=last.error))
+
+
+async def finish_or_fail(run: Run, journal: Journal, response: Response, reply: Item) -> None:
+    """Log a run's end and publish it; if the log stays out of reach, those who follow are told that the run failed."""
     try:
-        await journal.finish(run, *ended(run, status, text=text, ids=ids, usage=usage, reason=reason, error=last.error))
+        await journal.finish(run, response, reply)
     except StoreError as fault:
-        log.error("response %s could not be written to the log: %s", run.id, fault)
-        run.finish(*ended(run, "failed", text=text, ids=ids, usage=usage, error=f"the log could not be written: {fault}"))
+        log.error("the end of response %s could not be written to the log: %s", run.id, fault)
+        error = f"the log could not be written: {fault}"
+        run.finish(replace(response, status="failed", reason=None, error=error), replace(reply, status="incomplete"))
 
 
 def ended(
@@ -58,8 +63,9 @@ def ended(
     return response, replace(run.reply, text=text, ids=ids, status="completed" if status == "completed" else "incomplete")
 
 
-def interrupted(run: Run, entries: Sequence[Entry]) -> Ending:
+def interrupted(run: Run) -> Ending:
     """The end of a run whose process died: what its log holds, marked incomplete."""
+    entries = run.logged
     ids = [id for entry in entries for id in entry.ids]
     usage = Usage(completion_tokens=len(ids))
     # With stop strings the log's last tokens may reach beyond its text: let the text be encoded anew.

@@ -17,7 +17,7 @@ class Run:
     def __init__(self, response: Response, reply: Item, entries: Sequence[Entry] = ()) -> None:
         self.response = response
         self.reply = reply  # its text and tokens are complete once `finished`
-        self.generation: Generation | None = None  # set while the engine works on it
+        self.generation: Generation | None = None  # once the engine works on it
         self.stopped_because: str | None = None  # why it was cancelled, if it was
         self._entries = list(entries)
         self._changed = asyncio.Event()
@@ -31,15 +31,22 @@ class Run:
         return self.response.status != "in_progress"
 
     @property
-    def logged(self) -> int:
-        """Visible entries so far."""
-        return len(self._entries)
+    def logged(self) -> Sequence[Entry]:
+        """The visible entries so far."""
+        return self._entries
+
+    def begin(self, generation: Generation) -> None:
+        """The engine works on it from now on."""
+        self.generation = generation
+        if self.stopped_because:  # while it was being accepted
+            generation.cancel()
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Ask for the end; followers still get what was generated until then, and the terminal state."""
-        if self.generation and not self.finished and not self.stopped_because:
+        if not self.finished and not self.stopped_because:
             self.stopped_because = reason
-            self.generation.cancel()
+            if self.generation:
+                self.generation.cancel()
 
     def publish(self, entry: Entry) -> None:
         self._entries.append(entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import time
 import warnings
@@ -16,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from engine.batcher import Batcher, Generation
 from engine.core import Delta, EngineOptions, Message, Prompt, SamplingParams
+from engine.engine import StepRecord
 from engine.weights.cache import default_cache_dir
 from tests.oracle import check_greedy, load
 
@@ -106,47 +106,52 @@ async def test_generate_itself_gives_the_same(batcher: Batcher, oracle: LlamaFor
         assert list(last.reply) == wanted
 
 
-async def test_eight_streams_share_every_step_and_a_ninth_starts_within_two(batcher: Batcher) -> None:
+async def eight_streams(batcher: Batcher, salt: bytes, tokens: int) -> tuple[set[int], asyncio.Task[list[list[Delta]]]]:
+    """Eight conversations, all decoding: their ids, and what they will say."""
     assert batcher._engine
-    session = batcher.session(b"interleaved")
-    prompts = [(await batcher.prompt([Message("user", text)])).ids for text in PROMPTS[:9]]
-    eight = [session.generate(ids, greedy(40, ignore_eos=True)) for ids in prompts[:8]]
-    tasks = [asyncio.create_task(collect(generation)) for generation in eight]
+    prompts = [(await batcher.prompt([Message("user", text)])).ids for text in PROMPTS[:8]]
+    eight = [batcher.session(salt).generate(ids, greedy(tokens, ignore_eos=True)) for ids in prompts]
+    replies = asyncio.ensure_future(asyncio.gather(*map(collect, eight)))
     names = {generation.id for generation in eight}
     steps = batcher._engine.steps
     await until(lambda: len(steps) and set(steps[-1].decodes) == names)
-    before = len(steps)
-    ninth = session.generate(prompts[8], greedy(8, ignore_eos=True))
-    last = (await collect(ninth))[-1]
-    assert last.finish
-    started = next(i for i, step in enumerate(itertools.islice(steps, before, None)) if ninth.id in dict(step.prefills))
-    assert started < 2 + 1  # the step under way when it came does not count
-    for step in itertools.islice(steps, before, before + 20):
-        assert names <= set(step.decodes), "a step left out a stream"
-    await asyncio.gather(*tasks)
+    return names, replies  # type: ignore[return-value]
+
+
+def steps_after(batcher: Batcher, index: int) -> list[StepRecord]:
+    assert batcher._engine
+    return [step for step in list(batcher._engine.steps) if step.index > index]
+
+
+async def test_eight_streams_share_every_step_and_a_ninth_starts_within_two(batcher: Batcher) -> None:
+    assert batcher._engine
+    ninth_prompt = (await batcher.prompt([Message("user", PROMPTS[8])])).ids
+    names, replies = await eight_streams(batcher, b"interleaved", 40)
+    before = batcher._engine.steps[-1].index
+    ninth = batcher.session(b"interleaved").generate(ninth_prompt, greedy(8, ignore_eos=True))
+    assert (await collect(ninth))[-1].finish
+    after = steps_after(batcher, before)
+    started = next(at for at, step in enumerate(after, start=1) if ninth.id in dict(step.prefills))
+    assert started <= 2 + 1, "the step under way when it came does not count"
+    assert all(names <= set(step.decodes) for step in after[:20]), "a step left out a stream"
+    await replies
 
 
 async def test_a_very_long_message_delays_neither_the_loop_nor_any_stream(batcher: Batcher) -> None:
     """C8, at the engine's door: 200,000 characters are rendered and tokenised while eight conversations stream."""
     assert batcher._engine
-    session = batcher.session(b"alive")
-    prompts = [(await batcher.prompt([Message("user", text)])).ids for text in PROMPTS[:8]]
-    eight = [session.generate(ids, greedy(48, ignore_eos=True)) for ids in prompts]
-    tasks = [asyncio.create_task(collect(generation)) for generation in eight]
-    names = {generation.id for generation in eight}
-    steps = batcher._engine.steps
-    await until(lambda: len(steps) and set(steps[-1].decodes) == names)
-    before, lags = len(steps), []
+    names, replies = await eight_streams(batcher, b"alive", 48)
+    before, lags = batcher._engine.steps[-1].index, []
     encoding = asyncio.create_task(batcher.prompt([Message("user", "Why, 你好 <|im_end|> 12345? " * 8000)]))
     while not encoding.done():
         begin = time.perf_counter()
         await asyncio.sleep(0.005)
         lags.append(time.perf_counter() - begin)
-    during = list(itertools.islice(steps, before, None))
+    during = steps_after(batcher, before)
     assert len(encoding.result().ids) > 50_000
     assert max(lags) < 1.0
     assert all(names <= set(step.decodes) for step in during[:20])
-    await asyncio.gather(*tasks)
+    assert all(deltas[-1].finish for deltas in await replies)
 
 
 async def until(condition: object, seconds: float = 60.0) -> None:

@@ -28,7 +28,7 @@ async def follow(run: Run, after: int = -1) -> AsyncIterator[Event]:
     async for index, entry in run.entries(max(0, after - OPENING + 1)):
         delta = {"content_index": 0, "delta": entry.text, "logprobs": []}
         yield {"type": "response.output_text.delta", "sequence_number": OPENING - 1 + index, **_place(run), **delta}
-    for event in _closing(run, OPENING + run.logged):
+    for event in _closing(run, OPENING + len(run.logged)):
         if event["sequence_number"] > after:
             yield event
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from app.api.decoding import Content, Metadata, SamplingFields, decode, text_of
 from app.api.errors import ApiError
-from app.conversations.service import Turn
+from app.conversations.turn import Turn
 from app.store.records import Role
 
 ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}

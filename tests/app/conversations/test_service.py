@@ -8,23 +8,15 @@ import pytest
 
 from app.conversations.errors import ConflictError, ConversationError, NotFoundError
 from app.conversations.run import Run
-from app.conversations.service import Conversations, Shelf, Turn
-from app.store import StoreError
-from app.store.records import Conversation, Entry, Item, Response
+from app.conversations.service import Conversations, Shelf
+from app.conversations.turn import Turn
+from app.store.records import Item
 from app.store.valkey import ValkeyStore
 from engine.batcher import Batcher
 from engine.core import NotReadyError, RequestError, SamplingParams
+from tests.app.conversations.asking import text_of, turn
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def turn(text: str = "hello you", owner: str = "ana", max_tokens: int = 12, **fields: Any) -> Turn:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logit_bias={0: -100.0, 1: -100.0, 2: -100.0})
-    return Turn(owner=owner, items=[("user", text)], sampling=sampling, **fields)
-
-
-async def text_of(run: Run) -> str:
-    return "".join([entry.text async for _, entry in run.entries()])
 
 
 async def test_a_turn_is_in_the_log_when_it_is_accepted(conversations: Conversations, valkey: ValkeyStore) -> None:
@@ -214,120 +206,3 @@ async def test_not_ready_is_said(valkey: ValkeyStore, batcher: Batcher) -> None:
     idle = Conversations(valkey, Batcher(batcher.options), lambda owner: b"")
     with pytest.raises(NotReadyError):
         await idle.submit(turn())
-
-
-class Flaky:
-    """A store whose writes fail while `broken`, with or without having been done."""
-
-    def __init__(self, store: ValkeyStore, after_writing: bool) -> None:
-        self._store = store
-        self._after_writing = after_writing
-        self.broken = False
-        self.mended = asyncio.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    async def append(self, batch: list[tuple[str, int, Entry]]) -> None:
-        await self._unreliable(self._store.append, batch)
-
-    async def finish(self, response: Response, reply: Item) -> None:
-        await self._unreliable(self._store.finish, response, reply)
-
-    async def _unreliable(self, write: Callable[..., Any], *arguments: Any) -> None:
-        if self.broken and self._after_writing:
-            await write(*arguments)
-        if self.broken:
-            raise StoreError("gone fishing")
-        await write(*arguments)
-
-
-@pytest.mark.parametrize("after_writing", [False, True])
-async def test_a_store_that_comes_back_loses_and_doubles_nothing(
-    valkey: ValkeyStore, new_conversations: Callable[[object], Conversations], after_writing: bool
-) -> None:
-    flaky = Flaky(valkey, after_writing)
-    conversations = new_conversations(flaky)
-    wanted = await conversations.submit(turn(max_tokens=80))
-    await wanted.done()
-    run = await conversations.submit(turn(max_tokens=80))
-    flaky.broken = True
-    asyncio.get_running_loop().call_later(0.5, lambda: setattr(flaky, "broken", False))
-    await run.done()
-    assert await text_of(run) == await text_of(wanted)
-    assert "".join(entry.text for entry in await valkey.entries(run.id)) == await text_of(wanted)
-    assert (await valkey.response(run.id)) == run.response
-    await conversations.close()
-
-
-async def test_a_store_that_stays_away_fails_the_run(
-    valkey: ValkeyStore, new_conversations: Callable[[object], Conversations], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C11: one terminal state, and it is not success."""
-    monkeypatch.setattr("app.conversations.journal.PATIENCE_SECONDS", 0.2)
-    flaky = Flaky(valkey, after_writing=False)
-    conversations = new_conversations(flaky)
-    run = await conversations.submit(turn(max_tokens=150))
-    flaky.broken = True
-    await run.done()
-    assert run.response.status == "failed"
-    assert "log" in (run.response.error or "")
-    flaky.broken = False
-    assert await (await conversations.submit(turn())).done()
-    await conversations.close()
-
-
-async def test_a_refused_write_fails_that_run_and_no_other(conversations: Conversations, valkey: ValkeyStore) -> None:
-    """C12: another producer has written this run's log."""
-    run, other = [await conversations.submit(turn(max_tokens=150)) for _ in range(2)]
-    await valkey.append([(run.id, 10_000, Entry([], "intruder"))])
-    await run.done()
-    await other.done()
-    assert run.response.status == "failed"
-    assert other.response.status == "incomplete"
-
-
-async def test_recovery_keeps_what_was_logged(
-    conversations: Conversations, valkey: ValkeyStore, new_conversations: Callable[[object], Conversations]
-) -> None:
-    """What a killed process leaves: an accepted response, some of its log, no end."""
-    run = await conversations.submit(turn(max_tokens=150, request={"stop": None}))
-    seen = []
-    async for _, entry in run.entries():
-        seen.append(entry)
-        if len(seen) == 20:
-            break
-    begun = await valkey.response(run.id)
-    assert begun
-    await run.done()
-    items = await valkey.items(run.response.conversation)
-    await valkey.delete_conversation((await valkey.conversation(run.response.conversation)) or pytest.fail())
-    await put_back(valkey, begun, items, seen)
-    restarted = new_conversations(valkey)
-    assert await restarted.recover() == 1
-    assert await restarted.recover() == 0
-    cut = await restarted.attach("ana", run.id)
-    assert (cut.response.status, cut.response.reason) == ("incomplete", "interrupted")
-    assert cut.reply.text == "".join(entry.text for entry in seen) == await text_of(cut)
-    assert cut.reply.ids == [id for entry in seen for id in entry.ids]
-    following = await restarted.submit(turn("go on", previous=run.id))
-    await following.done()
-    assert following.response.usage.cached_tokens > 0
-    await restarted.close()
-
-
-async def put_back(valkey: ValkeyStore, response: Response, items: dict[str, Item], entries: list[Entry]) -> None:
-    """Write the records as they stood when the process died."""
-    conversation = Conversation(id=response.conversation, owner="ana", created_at=1.0, updated_at=1.0, listed=False, leaf=response.output)
-    reply = items[response.output]
-    reply.text, reply.ids, reply.status = "", None, "in_progress"
-    await valkey.accept(conversation, response, list(items.values()))
-    await valkey.append([(response.id, index, entry) for index, entry in enumerate(entries, start=1)])
-
-
-async def test_closing_ends_every_run(valkey: ValkeyStore, new_conversations: Callable[[object], Conversations]) -> None:
-    conversations = new_conversations(valkey)
-    runs = [await conversations.submit(turn(max_tokens=200)) for _ in range(3)]
-    await conversations.close()
-    assert [run.response.reason for run in runs] == ["server_shutdown"] * 3
-    assert await valkey.open_responses() == []
