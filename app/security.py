@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from app.api.errors import Refusal
+from app.refusal import Refusal
 
 LOCAL_OWNER = "local"  # everyone, where no keys are asked for
 NOT_AUTHENTICATED = 4401  # close code; official clients do not reconnect on it
@@ -253,7 +253,7 @@ async def _tell_page(refusal: Refusal, scope: Scope, receive: Receive, send: Sen
     """A page cannot see the status of a refused upgrade: accept, say it in an `error` frame, and close for good."""
     await receive()  # websocket.connect
     await send({"type": "websocket.accept", "subprotocol": chosen_subprotocol(scope)})
-    await send({"type": "websocket.send", "text": msgspec.json.encode(refusal.event()).decode()})
+    await send({"type": "websocket.send", "text": msgspec.json.encode(refusal.event).decode()})
     await send({"type": "websocket.close", "code": NOT_AUTHENTICATED, "reason": "not authenticated"})
 
 

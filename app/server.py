@@ -20,12 +20,13 @@ from starlette.types import ASGIApp
 from app import page
 from app.api.chat_completions import ChatCompletions
 from app.api.conversations import ConversationsApi
-from app.api.errors import ApiError, Refusal, refusal
+from app.api.errors import ApiError, refusal
 from app.api.health import Health
 from app.api.models import Models
 from app.api.responses.http import Responses
 from app.conversations.errors import ConversationError
 from app.conversations.service import Conversations
+from app.refusal import Refusal
 from app.security import Guard
 from app.settings import Settings
 from app.store import Store, StoreError

@@ -96,7 +96,7 @@ class Batcher:
             self._wake.notify()
         if self._thread:
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
-        self._tokenising.shutdown(cancel_futures=True)
+        self._tokenising.shutdown(wait=False, cancel_futures=True)
         self._end_all(FinishReason.CANCELLED, None)
 
     async def settled(self) -> Ready:
@@ -126,11 +126,9 @@ class Batcher:
 
     async def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Render and tokenise a chat, off the event loop. Raises: NotReadyError, RequestError"""
-        return await self._tokenise(lambda engine: engine.template.prompt(messages))
-
-    async def encode(self, text: str) -> list[int]:
-        """The tokens of plain text, in which nothing is a control token. Raises: NotReadyError, RequestError"""
-        return await self._tokenise(lambda engine: engine.tokenizer.encode_plain(text))
+        self.ready()
+        assert self._engine
+        return await self._loop.run_in_executor(self._tokenising, self._engine.template.prompt, messages)
 
     def admit(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse now what could not run. Raises: NotReadyError, RequestError, BusyError"""
@@ -145,6 +143,8 @@ class Batcher:
             )
         if not 1 <= sampling.max_tokens <= ready.context_length:
             raise RequestError(f"expected 1 to {ready.context_length} tokens to generate, got {sampling.max_tokens}", "max_output_tokens")
+        if not all(sampling.stop):
+            raise RequestError("expected stop strings of at least one character, got an empty one", "stop")
         for param, named in (("input", ids), ("stop_token_ids", sampling.stop_ids), ("logit_bias", sampling.logit_bias)):
             wrong = next((id for id in named if not 0 <= id < ready.vocab_size), None)
             if wrong is not None:
@@ -155,11 +155,6 @@ class Batcher:
 
     def session(self, salt: bytes) -> Session:
         return Session(self, salt)
-
-    async def _tokenise(self, work: Callable[[Engine], T]) -> T:
-        self.ready()
-        assert self._engine
-        return await self._loop.run_in_executor(self._tokenising, work, self._engine)
 
     def _submit(self, ids: list[int], salt: bytes, sampling: SamplingParams) -> Generation:
         self.admit(ids, sampling)

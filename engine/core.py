@@ -214,6 +214,7 @@ class Delta:
 
     ids: tuple[int, ...]  # tokens generated since the last delta, in order (those of held-back text included)
     text: str  # visible text they add; may be empty while a character or a possible stop string is incomplete
+    exact: bool = True  # all ids so far decode to all text so far: nothing is held back
     cached: int = 0  # prompt tokens that were not computed for this request, because their KV existed
     finish: FinishReason | None = None  # set on the last delta only
     reply: tuple[int, ...] = ()  # on the last delta: the tokens that make up the whole visible text, as a ledger keeps them

@@ -93,6 +93,11 @@ class TextStream:
         self._texts: list[str] = []  # of each id: the text it completed
         self._whole: list[bool] = []  # of each id: it ends on a character's edge
 
+    @property
+    def exact(self) -> bool:
+        """The tokens so far decode to the text shown so far: no character is incomplete, and nothing is held back."""
+        return not (self.stopped or self._held or self._detokenizer.pending)
+
     def push(self, id: int) -> str:
         """The text that is now safe to show; none after a stop."""
         if self.stopped:

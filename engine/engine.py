@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,6 +77,7 @@ class Engine:
 
     def step(self, arrivals: Iterable[Sequence] = (), aborts: Iterable[Sequence] = ()) -> Deltas:
         """Take requests in and out, run one forward pass, and say what each sequence gained."""
+        arrivals = list(arrivals)
         for sequence in arrivals:
             self._texts[sequence.id] = TextStream(self.tokenizer, sequence.sampling.stop)
         aborts = [sequence for sequence in dict.fromkeys(aborts) if sequence.id in self._texts]  # some may have ended meanwhile
@@ -106,17 +107,17 @@ class Engine:
             return self._last(sequence, FinishReason.STOP, (token,), text)
         if sampled.finish:
             return self._last(sequence, sampled.finish, (token,), text)
-        return Delta((token,), text, sequence.cached)
+        return Delta((token,), text, stream.exact, sequence.cached)
 
     def _last(self, sequence: Sequence, finish: FinishReason, ids: tuple[int, ...] = (), text: str = "") -> Delta:
         stream = self._texts.pop(sequence.id)
         text += stream.flush()
-        return Delta(ids, text, sequence.cached, finish, tuple(stream.visible_ids()))
+        return Delta(ids, text, stream.exact, sequence.cached, finish, tuple(stream.visible_ids()))
 
     def _fail(self, sequence: Sequence, fault: Exception) -> Delta:
         self.scheduler.finish(sequence)
         last = self._last(sequence, FinishReason.ERROR)
-        return Delta((), last.text, last.cached, FinishReason.ERROR, last.reply, f"the engine failed in a step: {type(fault).__name__}")
+        return replace(last, error=f"the engine failed in a step: {type(fault).__name__}")
 
 
 def _record(index: int, plan: StepPlan) -> StepRecord:

@@ -66,7 +66,9 @@ class PrefixCache:
                 node = CacheNode(digest, parent, salt, content, table[index])
                 self._nodes[digest] = self._by_block[node.block] = node
             elif not self._same(node, salt, parent, content):
-                return  # a collision: what follows stays uncached
+                if not (node.salt == salt and node.tokens == content and _same_prefix(node.parent, parent)):
+                    return  # a collision: what follows stays uncached
+                node.parent = parent  # its own parent was evicted, and has been made anew
             chain.append(node)
 
     def evict(self, block: int) -> None:
@@ -81,3 +83,12 @@ class PrefixCache:
     @staticmethod
     def _same(node: CacheNode, salt: bytes, parent: CacheNode | None, content: tuple[int, ...]) -> bool:
         return node.parent is parent and node.salt == salt and node.tokens == content
+
+
+def _same_prefix(one: CacheNode | None, other: CacheNode | None) -> bool:
+    """Both chains hold the same tokens, whether or not their blocks are still there. Their salts are known to be equal."""
+    while one is not other:
+        if one is None or other is None or one.tokens != other.tokens:
+            return False
+        one, other = one.parent, other.parent
+    return True

@@ -59,6 +59,13 @@ class Server:
             assert time.monotonic() < deadline, f"still loading: {answer.text}"
             time.sleep(0.1)
 
+    def wait_until_idle(self, seconds: float = 20.0) -> None:
+        """No request runs or waits any more. What a client that went away asked for would run for minutes."""
+        deadline = time.monotonic() + seconds
+        while live := httpx.get(f"{self.url}/readyz").json()["live"]:
+            assert time.monotonic() < deadline, f"{live} requests still run"
+            time.sleep(0.05)
+
     def stop(self, kill: bool = False) -> None:
         """With kill, as kill -9 does: nothing of the process gets to clean up."""
         if self.process is None:

@@ -17,17 +17,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api import sse
-from app.api.decoding import Content, Metadata, SamplingFields, body_of, decode, text_of
+from app.api.decoding import Content, Metadata, SamplingFields, body_of, decode, message_of, refuse_unless
 from app.api.disconnect import run_out, until_gone
-from app.api.errors import ApiError, json_response, refusal
+from app.api.errors import ApiError, refusal
 from app.api.models import Models
+from app.conversations.errors import ConversationError
 from app.conversations.run import Run
 from app.conversations.service import Conversations
 from app.conversations.turn import Turn
+from app.refusal import json_response
 from app.security import owner_of
-from app.store.records import Role, Usage
+from app.store.records import Usage
+from engine.core import RequestError
 
-ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+PARAMS = {"input": "messages", "max_output_tokens": "max_tokens"}  # the domain's names, where this protocol has others
 
 Chunk = dict[str, Any]
 
@@ -71,32 +74,32 @@ class ChatRequest(SamplingFields, kw_only=True):
         key = (self.metadata or {}).get("client_message_id") or idempotency_key
         return Turn(
             owner=owner,
-            items=[self._item(at, message) for at, message in enumerate(self.messages)],
+            items=[message_of(message.role, message.content, f"messages.{at}") for at, message in enumerate(self.messages)],
             sampling=self.sampling(self.max_completion_tokens or self.max_tokens),
             client_message_id=key,
             stored=key is not None,
-            request={"model": model, "stop": self.stop},
+            request=self._echo(model),
         )
 
-    @staticmethod
-    def _item(at: int, message: ChatMessage) -> tuple[Role, str]:
-        if message.role not in ROLES:
-            raise ApiError(f"expected a role of {', '.join(ROLES)}, got {message.role[:80]!r} in messages.{at}", f"messages.{at}.role")
-        return ROLES[message.role], text_of(message.content, f"messages.{at}.content")
+    def _echo(self, model: str) -> dict[str, Any]:
+        """The request's settings as a response object shows them: a stored completion is a response like any other."""
+        neutral = dict.fromkeys(("instructions", "conversation", "safety_identifier", "prompt_cache_key"))
+        limit = self.max_completion_tokens or self.max_tokens
+        return {"model": model, **self.echo(), **neutral, "max_output_tokens": limit, "metadata": self.metadata or {}, "store": True}
 
     def _refuse_unsupported(self) -> None:
-        for field, honoured, expected in (
-            ("logprobs", not self.logprobs, "false"),
-            ("top_logprobs", not self.top_logprobs, "0"),
-            ("response_format", self.response_format is None or self.response_format.type == "text", "type text"),
-            ("tools", not self.tools, "an empty list"),
-            ("tool_choice", self.tool_choice in (None, "auto", "none"), "auto or none"),
-            ("functions", not self.functions, "an empty list"),
-            ("audio", self.audio is None, "null"),
-            ("modalities", self.modalities in (None, ["text"]), "text"),
-        ):
-            if not honoured:
-                raise ApiError(f"{field} is supported only as {expected}, got something else", field, "unsupported_value")
+        refuse_unless(
+            (
+                ("logprobs", not self.logprobs, "false"),
+                ("top_logprobs", not self.top_logprobs, "0"),
+                ("response_format", self.response_format is None or self.response_format.type == "text", "type text"),
+                ("tools", not self.tools, "an empty list"),
+                ("tool_choice", self.tool_choice in (None, "auto", "none"), "auto or none"),
+                ("functions", not self.functions, "an empty list"),
+                ("audio", self.audio is None, "null"),
+                ("modalities", self.modalities in (None, ["text"]), "text"),
+            )
+        )
 
 
 class ChatCompletions:
@@ -108,7 +111,11 @@ class ChatCompletions:
     async def _create(self, request: Request) -> Response:
         asked = decode(await body_of(request), ChatRequest)
         turn = asked.turn(owner_of(request.scope), self._models.served(asked.model), request.headers.get("idempotency-key"))
-        run = await self._conversations.submit(turn)
+        try:
+            run = await self._conversations.submit(turn)
+        except (ConversationError, RequestError) as fault:
+            fault.param = PARAMS.get(fault.param or "", fault.param)
+            raise
         if asked.stream:
             usage = bool(asked.stream_options and asked.stream_options.include_usage)
             return sse.stream(until_gone(chunks(run, usage), run, cancel=not turn.stored), named=False)

@@ -14,9 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api.decoding import Metadata, body_of, decode, whole_number
-from app.api.errors import ApiError, json_response
+from app.api.errors import ApiError
 from app.api.responses.events import message_item
 from app.conversations.service import Conversations
+from app.refusal import json_response
 from app.security import owner_of
 from app.store.records import Conversation
 
@@ -28,6 +29,10 @@ class ConversationCreate(msgspec.Struct, forbid_unknown_fields=True):
     items: list[Any] | None = None
 
 
+class ConversationUpdate(msgspec.Struct, forbid_unknown_fields=True):
+    metadata: Metadata
+
+
 class ConversationsApi:
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
@@ -35,6 +40,7 @@ class ConversationsApi:
             Route("/v1/conversations", self._create, methods=["POST"]),
             Route("/v1/conversations", self._list, methods=["GET"]),
             Route("/v1/conversations/{id}", self._one, methods=["GET"]),
+            Route("/v1/conversations/{id}", self._update, methods=["POST"]),
             Route("/v1/conversations/{id}", self._delete, methods=["DELETE"]),
             Route("/v1/conversations/{id}/items", self._items, methods=["GET"]),
         ]
@@ -52,6 +58,12 @@ class ConversationsApi:
 
     async def _one(self, request: Request) -> Response:
         return json_response(self._object(await self._conversations.conversation(owner_of(request.scope), request.path_params["id"])))
+
+    async def _update(self, request: Request) -> Response:
+        asked = decode(await body_of(request), ConversationUpdate)
+        return json_response(
+            self._object(await self._conversations.update(owner_of(request.scope), request.path_params["id"], asked.metadata))
+        )
 
     async def _delete(self, request: Request) -> Response:
         id = request.path_params["id"]

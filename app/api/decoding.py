@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from app.api.errors import ApiError
+from app.store.records import Role
 from engine.core import SamplingParams
 
 T = TypeVar("T")
@@ -45,6 +46,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_IDS)] | None = None
     ignore_eos: bool | None = None
 
+    def echo(self) -> dict[str, Any]:
+        """The settings that a response object shows."""
+        return {
+            "temperature": _or(self.temperature, 1.0),
+            "top_p": _or(self.top_p, 1.0),
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+        }
+
     def sampling(self, max_tokens: int | None) -> SamplingParams:
         """max_tokens None: to the end of the context. Without a seed each request draws its own."""
         return SamplingParams(
@@ -72,6 +82,22 @@ class Part(msgspec.Struct):
 
 
 Content = str | list[Part]
+
+ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def message_of(role: str | None, content: Content | None, param: str) -> tuple[Role, str]:
+    """A message's role in the ledger's words, and its text. Raises: ApiError, naming the message as `param`"""
+    if role not in ROLES:
+        raise ApiError(f"expected a role of {', '.join(ROLES)}, got {_shown(role)} in {param}", f"{param}.role")
+    return ROLES[role], text_of(content, f"{param}.content")
+
+
+def refuse_unless(neutral: Iterable[tuple[str, bool, str]]) -> None:
+    """For fields that are understood with a neutral value only: (field, it is neutral, which values are). Raises: ApiError"""
+    for field, holds, expected in neutral:
+        if not holds:
+            raise ApiError(f"{field} is supported only as {expected}, got something else", field, "unsupported_value")
 
 
 def text_of(content: Content | None, param: str) -> str:

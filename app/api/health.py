@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.errors import json_response
 from app.api.models import Models
+from app.refusal import json_response
 from app.store import Store, StoreError
 from engine.batcher import Batcher, Failed, Loading
 

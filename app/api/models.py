@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.errors import ApiError, json_response
+from app.api.errors import ApiError
+from app.refusal import json_response
 from engine.batcher import Batcher
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from app.conversations.run import Run
 from app.store import RefusedError, Store, StoreError
 from app.store.records import Entry, Item, Response
+from engine.core import Delta
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class _Pending:
     index: int = 0  # of its last entry in the log
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    exact: bool = True
     failed: StoreError | None = None
     written: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is left to write
 
@@ -43,11 +45,12 @@ class Journal:
         self._dirty: dict[str, _Pending] = {}
         self._writer: asyncio.Task[None] | None = None
 
-    def add(self, run: Run, ids: tuple[int, ...], text: str) -> None:
+    def add(self, run: Run, delta: Delta) -> None:
         """Take in what a run gained. It is logged with the next piece of visible text, and then published."""
         pending = self._pending.setdefault(run.id, _Pending(run))
-        pending.ids += ids
-        pending.text += text
+        pending.ids += delta.ids
+        pending.text += delta.text
+        pending.exact = delta.exact
         if pending.text and not pending.failed:
             self._dirty[run.id] = pending
             pending.written.clear()
@@ -89,7 +92,7 @@ class Journal:
     @staticmethod
     def _take(pending: _Pending) -> tuple[Run, int, Entry]:
         pending.index += 1
-        entry = Entry(pending.ids, pending.text)
+        entry = Entry(pending.ids, pending.text, pending.exact)
         pending.ids, pending.text = [], ""
         return pending.run, pending.index, entry
 
@@ -105,6 +108,9 @@ class Journal:
             return dict.fromkeys(refused.responses, refused)
         except StoreError as fault:
             return {id: fault for id, _, _ in batch}
+        except Exception as fault:  # the writer must outlive whatever one batch does
+            log.exception("the log could not be written")
+            return {id: StoreError(f"unexpected: {fault}") for id, _, _ in batch}
         return {}
 
 

@@ -31,7 +31,7 @@ async def pump(run: Run, journal: Journal, prompt_tokens: int) -> None:
         usage.cached_tokens = last.cached
         usage.completion_tokens += len(last.ids)
         texts.append(last.text)
-        journal.add(run, last.ids, last.text)
+        journal.add(run, last)
     text = "".join(texts)
     ids = list(last.reply) if last.reply or not text else None  # None: the engine broke off and cannot say; the text is encoded anew
     status, reason = _outcome(last.finish, run.stopped_because)
@@ -67,11 +67,9 @@ def interrupted(run: Run) -> Ending:
     """The end of a run whose process died: what its log holds, marked incomplete."""
     entries = run.logged
     ids = [id for entry in entries for id in entry.ids]
-    usage = Usage(completion_tokens=len(ids))
-    # With stop strings the log's last tokens may reach beyond its text: let the text be encoded anew.
-    exact = not run.response.request.get("stop")
     text = "".join(entry.text for entry in entries)
-    return ended(run, "incomplete", text=text, ids=ids if exact else None, usage=usage, reason="interrupted")
+    exact = not entries or entries[-1].exact  # else the text is encoded anew for the next turn
+    return ended(run, "incomplete", text=text, ids=ids if exact else None, usage=Usage(completion_tokens=len(ids)), reason="interrupted")
 
 
 def _outcome(finish: FinishReason | None, stopped_because: str | None) -> tuple[Status, str | None]:

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from msgspec.structs import replace
+
 from app.conversations import ledger
 from app.conversations.errors import ConflictError, NotFoundError
 from app.conversations.journal import Journal
@@ -81,7 +83,7 @@ class Conversations:
             return await self._submit(turn, self._durable, scratch)
 
     async def _submit(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Run:
-        async with self._adding_to(turn.owner, turn.conversation):
+        async with self._adding_to(turn.owner, turn.conversation or await self._named_conversation(turn)):
             return await self._accept(turn, await self._place(turn, shelf, scratch), shelf)
 
     async def _accept(self, turn: Turn, place: Place, shelf: Shelf) -> Run:
@@ -91,7 +93,7 @@ class Conversations:
         prompt = await self._batcher.prompt(ledger.messages(turn.instructions, place.path + items, ready.fingerprint))
         sampling = turn.sampling
         if not sampling.max_tokens:
-            sampling = dataclasses.replace(sampling, max_tokens=max(1, ready.context_length - len(prompt.ids)))
+            sampling = dataclasses.replace(sampling, max_tokens=ready.context_length)
         self._batcher.admit(prompt.ids, sampling)
 
         drafted = draft(turn, place, items, prompt, ready.fingerprint)
@@ -124,6 +126,14 @@ class Conversations:
             await finish_or_fail(run, shelf.journal, *ended(run, "failed", error="the server met an error it did not expect"))
         finally:
             del self._runs[run.id]
+
+    async def _named_conversation(self, turn: Turn) -> str | None:
+        """The conversation that a turn is added to by following one of its responses."""
+        response = await self._durable.store.response(turn.previous) if turn.previous and turn.stored else None
+        if response is None or response.owner != turn.owner:
+            return None
+        conversation = await self._durable.store.conversation(response.conversation)
+        return conversation.id if conversation and conversation.listed else None
 
     async def _place(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Place:
         if turn.previous:
@@ -171,6 +181,8 @@ class Conversations:
         """The live run of a response, or what is left of it. One that nobody carries out any more is ended as interrupted."""
         if run := self._runs.get(response.id):
             return run
+        if response.status == "in_progress":  # it may have ended since its record was read
+            response = await shelf.store.response(response.id) or response
         items = await shelf.store.items(response.conversation)
         run = Run(response, items[response.output], await shelf.store.entries(response.id))
         if not run.finished:
@@ -190,6 +202,14 @@ class Conversations:
         conversation = await self._durable.store.conversation(id)
         if conversation is None or conversation.owner != owner or not conversation.listed:
             raise _unknown_conversation(id)
+        return conversation
+
+    async def update(self, owner: str, id: str, metadata: dict[str, str]) -> Conversation:
+        """Replace a conversation's metadata. Raises: NotFoundError, StoreError"""
+        conversation = replace(await self.conversation(owner, id), metadata=metadata)
+        if id in self._busy:  # a turn is being written, with the metadata as it was
+            raise ConflictError(f"conversation {id!r} is taking in a turn: try again", "conversation", "conversation_locked")
+        await self._durable.store.update_conversation(conversation)
         return conversation
 
     async def listed(self, owner: str, limit: int, after: str | None = None) -> list[Conversation]:

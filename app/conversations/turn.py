@@ -35,12 +35,14 @@ class Turn:
 
     def check(self) -> None:
         """What is wrong with it whatever it follows. Raises: ConversationError"""
-        if not self.items or not all(text for _, text in self.items):
+        if not any(text for _, text in self.items) or not all(text for role, text in self.items if role != "assistant"):
             raise ConversationError("expected input of at least one message with text, got an empty one", "input")
         if self.previous and self.conversation:
             raise ConversationError("expected previous_response_id or conversation, got both", "conversation")
         if self.conversation and not self.stored:
             raise ConversationError("expected store: true for a turn of a conversation, got store: false", "store")
+        if self.client_message_id and not self.stored:
+            raise ConversationError("expected store: true with a client message id or idempotency key, got store: false", "store")
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,7 +13,7 @@ import msgspec
 VERSION = 1
 
 Role = Literal["system", "user", "assistant", "tool"]
-Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class Conversation(msgspec.Struct, kw_only=True):
@@ -66,7 +66,7 @@ class Response(msgspec.Struct, kw_only=True):
     request: dict[str, Any]  # the adapter's own echo of the request's settings, returned as it came
     status: Status = "in_progress"
     completed_at: float | None = None
-    reason: str | None = None  # why it is incomplete, or the engine's finish reason
+    reason: str | None = None  # why it is incomplete
     error: str | None = None
     usage: Usage = msgspec.field(default_factory=Usage)
     client_message_id: str | None = None
@@ -78,6 +78,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True):
 
     ids: list[int]
     text: str
+    exact: bool = True  # the ids up to here decode to the text up to here
 
 
 Record = TypeVar("Record", Conversation, Item, Response, Entry)

@@ -14,12 +14,13 @@ from starlette.websockets import WebSocket
 from app.api import sse
 from app.api.decoding import body_of, whole_number
 from app.api.disconnect import run_out, until_gone
-from app.api.errors import ApiError, json_response
+from app.api.errors import ApiError
 from app.api.models import Models
 from app.api.responses.events import follow, response_object
 from app.api.responses.schema import read_create
 from app.api.responses.socket import ResponsesSocket
 from app.conversations.service import Conversations
+from app.refusal import json_response
 from app.security import chosen_subprotocol, owner_of
 
 
@@ -40,8 +41,7 @@ class Responses:
 
     async def _create(self, request: Request) -> Response:
         asked = read_create(await body_of(request))
-        key = request.headers.get("idempotency-key")
-        turn = asked.turn(owner_of(request.scope), self._models.served(asked.model), key)
+        turn = asked.turn(owner_of(request.scope), self._models.served(asked.model), request.headers.get("idempotency-key"))
         if asked.background and not turn.stored:
             raise ApiError("expected store: true for a background response, got store: false", "store")
         run = await self._conversations.submit(turn)

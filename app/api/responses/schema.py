@@ -11,12 +11,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from app.api.decoding import Content, Metadata, SamplingFields, decode, text_of
+from app.api.decoding import Content, Metadata, SamplingFields, decode, message_of, refuse_unless
 from app.api.errors import ApiError
 from app.conversations.turn import Turn
 from app.store.records import Role
-
-ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 StreamId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,256}$")]
 
@@ -109,30 +107,28 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         for at, item in enumerate(self.input):
             if item.type != "message":
                 raise ApiError(f"expected items of type message, got {item.type!r} in input.{at}", f"input.{at}", "unsupported_item")
-            if item.role not in ROLES:
-                raise ApiError(f"expected a role of {', '.join(ROLES)}, got {item.role!r} in input.{at}", f"input.{at}.role")
-            items.append((ROLES[item.role], text_of(item.content, f"input.{at}.content")))
+            items.append(message_of(item.role, item.content, f"input.{at}"))
         return items
 
     def _refuse_unsupported(self) -> None:
         format = self.text.format.type if self.text and self.text.format else "text"
         choice = self.tool_choice if isinstance(self.tool_choice, str | None) else "a tool"
         reasoning = self.reasoning.effort if self.reasoning else None
-        for field, honoured, expected in (
-            ("generate", self.generate is not False, "true or none"),
-            ("tools", not self.tools, "an empty list or none"),
-            ("tool_choice", choice in (None, "auto", "none"), "auto or none"),
-            ("text.format", format == "text", "type text"),
-            ("reasoning.effort", reasoning in (None, "none"), "none"),
-            ("truncation", self.truncation in (None, "disabled"), "disabled"),
-            ("top_logprobs", not self.top_logprobs, "0"),
-            ("include", not set(self.include or ()) - {"reasoning.encrypted_content"}, "an empty list"),
-            ("prompt", self.prompt is None, "none"),
-            ("context_management", not self.context_management, "none"),
-            ("service_tier", self.service_tier in (None, "auto", "default"), "auto or default"),
-        ):
-            if not honoured:
-                raise ApiError(f"{field} is supported only as {expected}, got something else", field, "unsupported_value")
+        refuse_unless(
+            (
+                ("generate", self.generate is not False, "true or none"),
+                ("tools", not self.tools, "an empty list or none"),
+                ("tool_choice", choice in (None, "auto", "none"), "auto or none"),
+                ("text.format", format == "text", "type text"),
+                ("reasoning.effort", reasoning in (None, "none"), "none"),
+                ("truncation", self.truncation in (None, "disabled"), "disabled"),
+                ("top_logprobs", not self.top_logprobs, "0"),
+                ("include", not set(self.include or ()) - {"reasoning.encrypted_content"}, "an empty list"),
+                ("prompt", self.prompt is None, "none"),
+                ("context_management", not self.context_management, "none"),
+                ("service_tier", self.service_tier in (None, "auto", "default"), "auto or default"),
+            )
+        )
 
     def _echo(self, model: str, conversation: str | None) -> dict[str, Any]:
         """The request's settings as the response object shows them."""
@@ -140,14 +136,10 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
             "model": model,
             "instructions": self.instructions,
             "conversation": conversation,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
+            **self.echo(),
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "store": self.store is not False,
-            "stop": self.stop,
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
         }

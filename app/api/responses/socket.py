@@ -1,9 +1,9 @@
 """Responses over WebSocket: one connection, its lanes, its cursors.
 
-Owns the order of a connection: frames of one lane run first in, first out; lanes run side by side. One task reads frames the whole time
-(a server that stops reading sees no cancel and no pong); each lane's task submits its next frame, then follows that run and sends its
-events. A lane that cannot send waits for its socket and holds back nobody: the run goes on and stays in the log. A connection's end stops
-no stored run.
+Owns the order of a connection: frames of one lane run first in, first out; lanes run side by side. One task reads frames and never waits
+for a reply (a server that stops reading sees no cancel and no pong); each lane's task submits its next frame, then follows that run and
+sends its events. A lane that cannot send waits for its socket and holds back nobody: the run goes on and stays in the log. A connection's
+end stops no stored run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from app.conversations.service import Conversations, Shelf
 
 log = logging.getLogger(__name__)
 
-MAX_NAMED_LANES = 32
-MAX_ACTIVE = 16
-MAX_WAITING = 16  # frames that wait on one lane
+MAX_LANES = 16  # with a response in progress
+MAX_WAITING_BYTES = 8 << 20  # of frames that wait for their turn, on all lanes
 STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 
 
@@ -38,7 +37,8 @@ STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 class Lane:
     stream_id: str | None  # None: the default lane
     waiting: deque[str | bytes] = field(default_factory=deque)
-    run: Run | None = None
+    run: Run | None = None  # in progress, once accepted
+    cancelled: bool = False  # the response in progress was cancelled, perhaps before it was accepted
     task: asyncio.Task[None] | None = None
 
 
@@ -81,40 +81,43 @@ class ResponsesSocket:
             await self._refuse(fault, stream_id)
 
     def _queue(self, stream_id: str | None, frame: str | bytes) -> None:
+        waiting = sum(len(frame) for lane in self._lanes.values() for frame in lane.waiting)
+        if waiting + len(frame) > MAX_WAITING_BYTES:
+            raise ApiError(f"expected at most {MAX_WAITING_BYTES} bytes to wait for their turn, got more", None, "rate_limit_exceeded", 429)
         lane = self._lanes.get(stream_id)
         if lane is None:
-            if len(self._lanes) - (None in self._lanes) >= MAX_NAMED_LANES and stream_id is not None:
-                raise ApiError(f"expected at most {MAX_NAMED_LANES} named lanes in use", "stream_id", "websocket_stream_limit_reached")
-            if len(self._lanes) >= MAX_ACTIVE:
-                raise ApiError(f"expected at most {MAX_ACTIVE} responses in progress", None, "websocket_connection_limit_reached", 429)
+            if len(self._lanes) >= MAX_LANES:
+                raise ApiError(
+                    f"expected responses in progress on at most {MAX_LANES} lanes, got one more",
+                    "stream_id",
+                    "websocket_stream_limit_reached",
+                )
             lane = self._lanes[stream_id] = Lane(stream_id)
-        if len(lane.waiting) >= MAX_WAITING:
-            raise ApiError(f"expected at most {MAX_WAITING} requests to wait on a lane", "stream_id", "websocket_stream_limit_reached", 429)
-        lane.waiting.append(frame)
-        if lane.task is None:
             lane.task = asyncio.create_task(self._work(lane), name=f"lane {stream_id}")
+        lane.waiting.append(frame)
 
     async def _work(self, lane: Lane) -> None:
         """Run the lane's frames one after the other; the lane is gone when none waits."""
         try:
             while lane.waiting:
                 frame = lane.waiting.popleft()
+                lane.run, lane.cancelled = None, False
                 try:
                     await self._respond(lane, read_create(frame))
                 except WebSocketDisconnect:
                     raise
                 except Exception as fault:
                     await self._refuse(fault, lane.stream_id)
-                finally:
-                    lane.run = None
         except WebSocketDisconnect:
             pass  # the reader sees it too, and cleans up
         finally:
             self._lanes.pop(lane.stream_id, None)
 
     async def _respond(self, lane: Lane, request: ResponseCreate) -> None:
-        turn = request.turn(self._owner, self._models.served(request.model), self._socket.headers.get("idempotency-key"))
+        turn = request.turn(self._owner, self._models.served(request.model))
         run = lane.run = await self._conversations.submit(turn, self._scratch)
+        if lane.cancelled:
+            run.cancel()
         async for event in follow(run):
             await self._send(event, lane.stream_id)
 
@@ -122,8 +125,10 @@ class ResponsesSocket:
         lane = self._lanes.get(stream_id)
         if request.response_id is not None:
             await self._conversations.cancel(self._owner, request.response_id, self._scratch)
-        elif lane and lane.run:
-            lane.run.cancel()
+        elif lane:
+            lane.cancelled = True
+            if lane.run:
+                lane.run.cancel()
         else:
             raise ApiError("expected a response in progress on this lane to cancel, found none", "response_id", "response_not_found")
 
@@ -131,7 +136,7 @@ class ResponsesSocket:
         refused = refusal(fault)
         if refused.status == 500:
             log.error("a frame could not be answered", exc_info=fault)
-        await self._send(refused.event(), stream_id)
+        await self._send(refused.event, stream_id)
 
     async def _send(self, event: dict[str, Any], stream_id: str | None) -> None:
         if stream_id is not None:

@@ -181,8 +181,33 @@ def test_a_repeated_message_id_runs_once(wire: Wire, server: Server) -> None:
         thread.join()
     assert all(events == together[0] for events in together)
     assert together[0][0]["response"]["id"] != first[0]["response"]["id"]
-    with Wire(server.url, additional_headers={"Idempotency-Key": "by-header"}) as other:
-        assert other.respond(input="Hi", max_output_tokens=3) == other.respond(input="Hi", max_output_tokens=3)
+
+
+def test_a_cancel_finds_the_response_that_is_not_accepted_yet(wire: Wire) -> None:
+    wire.create(input="Write a very long story.", ignore_eos=True, max_output_tokens=2000)
+    wire.send({"type": "response.cancel"})
+    events = wire.rest()
+    assert events[-1]["response"]["incomplete_details"] == {"reason": "cancelled"}
+    assert len(events) < 100
+
+
+def test_a_seventeenth_lane_and_a_flood_of_frames_are_refused(wire: Wire) -> None:
+    for lane in range(16):
+        wire.create(stream_id=f"lane-{lane}", input="Hi", ignore_eos=True, max_output_tokens=30)
+    wire.create(stream_id="one-more", input="Hi")
+    refused = next(event for event in iter(wire.receive, None) if event["type"] == "error")
+    assert (refused["error"]["code"], refused["stream_id"]) == ("websocket_stream_limit_reached", "one-more")
+    for _ in range(3):
+        wire.create(stream_id="lane-0", input="x" * 3_500_000)
+    refused = next(event for event in iter(wire.receive, None) if event["type"] == "error")
+    assert (refused["status"], refused["stream_id"]) == (429, "lane-0")
+
+
+def test_what_is_not_stored_stops_with_its_socket(server: Server) -> None:
+    with Wire(server.url) as gone:
+        gone.create(input="Write a very long story.", store=False, ignore_eos=True, max_output_tokens=4000)
+        gone.receive()
+    server.wait_until_idle()
 
 
 def test_a_conversation_keeps_its_turns(wire: Wire, server: Server) -> None:
