@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
+from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -118,6 +119,10 @@ class Settings(BaseSettings):
     def _redis_url_is_one(cls, url: str | None) -> str | None:
         if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("expected redis://, rediss:// or unix://, got an address of another kind")
+        try:
+            _ = url and urlsplit(url).port
+        except ValueError:
+            raise ValueError("expected an address with a port of 0 to 65535, got another one") from None
         return url
 
     @field_validator("config", "data_dir", "cache_dir", "api_key")

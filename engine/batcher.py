@@ -126,8 +126,11 @@ class Batcher:
 
     async def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Render and tokenise a chat, off the event loop. Raises: NotReadyError, RequestError"""
-        self.ready()
+        ready = self.ready()
         assert self._engine
+        least = sum(len(message.text) for message in messages if message.ids is None) // self._engine.tokenizer.longest
+        if least >= ready.context_length:  # not worth the tokenisers' time, which everyone shares
+            raise _too_long(ready, f"at least {least}")
         return await self._loop.run_in_executor(self._tokenising, self._engine.template.prompt, messages)
 
     def admit(self, ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -136,11 +139,7 @@ class Batcher:
         if not ids:
             raise RequestError("expected a prompt of at least one token, got an empty one", "input")
         if len(ids) >= ready.context_length:
-            raise RequestError(
-                f"expected a prompt of fewer than {ready.context_length} tokens (the context), got {len(ids)}",
-                "input",
-                "context_length_exceeded",
-            )
+            raise _too_long(ready, str(len(ids)))
         if not 1 <= sampling.max_tokens <= ready.context_length:
             raise RequestError(f"expected 1 to {ready.context_length} tokens to generate, got {sampling.max_tokens}", "max_output_tokens")
         if not all(sampling.stop):
@@ -244,6 +243,11 @@ def _log_change(before: Loading | Ready | Failed, after: Loading | Ready | Faile
             log.info("%s is loaded", model)
         case Failed(error):
             log.error("%s", error)
+
+
+def _too_long(ready: Ready, tokens: str) -> RequestError:
+    message = f"expected a prompt of fewer than {ready.context_length} tokens (the context), got {tokens}"
+    return RequestError(message, "input", "context_length_exceeded")
 
 
 def _quarters(fraction: float | None) -> int | None:

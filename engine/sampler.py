@@ -14,6 +14,8 @@ import torch
 
 from engine.core import SamplingParams, Sequence
 
+GREEDY_BELOW = 1e-4  # a temperature this low leaves the likeliest token, and would overflow the others
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, as a signed 64-bit number
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -39,7 +41,7 @@ def noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
 def _choose(logits: torch.Tensor, sequence: Sequence) -> int:
     params = sequence.sampling
     logits = _biased(_penalised(logits, sequence), params)
-    if params.temperature == 0:
+    if params.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     logits = logits.double() / params.temperature
     tokens = _kept(logits, params)

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Tokenizer:
         self._renumbered = {start.token_to_id(token["content"]): token["id"] for token in plain}
         self._renumbered = {theirs: ours for theirs, ours in self._renumbered.items() if theirs != ours}
         self.vocab_size = 1 + max([*start.get_vocab(with_added_tokens=False).values(), *self._added])
+        self.longest = _longest(spec, start, self._unknown)  # characters that one token stands for, at the most
         self._spelling = _Spelling(spec["decoder"])
         self.leading_spaces = self._spelling.leading_spaces  # spaces that decoding takes off the front of a text
         self._bytes: dict[int, bytes] = {}
@@ -181,6 +183,14 @@ def strip_leading(text: str, spaces: int) -> str:
 
 
 Spec = dict[str, Any]  # a part of a tokenizer.json
+
+
+def _longest(spec: Spec, encoder: tokenizers.Tokenizer, unknown: int | None) -> int:
+    """A bound: a token is at least as long, in characters, as the text it stands for, unless one `unknown` token may stand for any."""
+    if unknown is not None and not spec["model"].get("byte_fallback"):
+        return sys.maxsize
+    composed = 1 if spec["normalizer"] is None else 4  # a normaliser may make one character of several
+    return composed * max(map(len, encoder.get_vocab()))
 
 
 def _splitter(spec: Spec, control: list[Spec]) -> tokenizers.Tokenizer:

@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from engine.weights.convert import prepare
 
+EOS = (2, 0)
 TIE = 1e-4  # two logits this close may go either way
 
 
@@ -17,13 +18,24 @@ def load() -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(prepare("default").path, dtype=torch.float32)
 
 
-def check_greedy(oracle: LlamaForCausalLM, prompt: Sequence[int], reply: Sequence[int], what: str) -> None:
-    """Each token is the one transformers would choose after those before it, which is to say that `generate` gives the same reply."""
+def check_greedy(oracle: LlamaForCausalLM, prompt: Sequence[int], reply: Sequence[int], limit: int, what: str) -> None:
+    """The reply is the one that transformers' `generate` gives for at most `limit` tokens.
+
+    By induction: each token is the one it would choose after those before it, and a shorter reply ends where it would choose to end.
+    """
     with torch.inference_mode():
-        logits = oracle(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
-    for at, (row, token) in enumerate(zip(logits, reply, strict=True)):
-        top = int(row.argmax())
-        if token != top:
-            gap = float(row[top] - row[token])
-            assert gap < TIE, f"{what}: token {at} is {token}, transformers chooses {top}, {gap} ahead"
-            print(f"{what}: a tie within {TIE} at token {at} went to {token} instead of {top}")  # noqa: T201
+        logits = oracle(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 :]
+    assert len(reply) <= limit
+    for at, (row, token) in enumerate(zip(logits, reply, strict=False)):
+        _check_choice(row, (token,), f"{what}: token {at}")
+    if len(reply) < limit:
+        _check_choice(logits[-1], EOS, f"{what}: its end")
+
+
+def _check_choice(logits: torch.Tensor, chosen: Sequence[int], what: str) -> None:
+    top = int(logits.argmax())
+    if top in chosen:
+        return
+    gap = float(logits[top] - logits[list(chosen)].max())
+    assert gap < TIE, f"{what} is {chosen}, transformers chooses {top}, {gap} ahead"
+    print(f"{what}: a tie within {TIE} went to {chosen} instead of {top}")  # noqa: T201

@@ -18,3 +18,8 @@ class NotFoundError(ConversationError):
 
 class ConflictError(ConversationError):
     """Not now: something else has to end first."""
+
+
+def shown(id: str) -> str:
+    """A client's id as an error repeats it: in full, unless it is none of ours."""
+    return repr(id if len(id) <= 80 else f"{id[:80]}...")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from app.conversations.errors import NotFoundError
+from app.conversations.errors import NotFoundError, shown
 from app.store.records import Item
 from engine.core import Message
 
@@ -19,16 +19,16 @@ def path(items: Mapping[str, Item], leaf: str | None) -> list[Item]:
     while leaf is not None:
         item = items.get(leaf)
         if item is None:
-            raise NotFoundError(f"item {leaf!r} of this conversation does not exist", "previous_response_id")
+            raise NotFoundError(f"item {shown(leaf)} of this conversation does not exist", "previous_response_id")
         walked.append(item)
         leaf = item.parent
     return walked[::-1]
 
 
 def messages(instructions: str | None, items: Sequence[Item], fingerprint: str) -> list[Message]:
-    """The chat to run: instructions in front, then the items. A reply without any text (cut before its first token) is left out."""
+    """The chat to run: instructions in front, then the items. What has no text (a reply cut before its first token) is left out."""
     front = [Message("system", instructions)] if instructions else []
-    return front + [_message(item, fingerprint) for item in items if item.text or item.role != "assistant"]
+    return front + [_message(item, fingerprint) for item in items if item.text]
 
 
 def _message(item: Item, fingerprint: str) -> Message:

@@ -68,8 +68,9 @@ def interrupted(run: Run) -> Ending:
     entries = run.logged
     ids = [id for entry in entries for id in entry.ids]
     text = "".join(entry.text for entry in entries)
+    usage = replace(run.response.usage, completion_tokens=len(ids))
     exact = not entries or entries[-1].exact  # else the text is encoded anew for the next turn
-    return ended(run, "incomplete", text=text, ids=ids if exact else None, usage=Usage(completion_tokens=len(ids)), reason="interrupted")
+    return ended(run, "incomplete", text=text, ids=ids if exact else None, usage=usage, reason="interrupted")
 
 
 def _outcome(finish: FinishReason | None, stopped_because: str | None) -> tuple[Status, str | None]:

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from app.conversations import ledger
-from app.conversations.errors import ConflictError, NotFoundError
+from app.conversations.errors import ConflictError, NotFoundError, shown
 from app.conversations.journal import Journal
 from app.conversations.pump import ended, finish_or_fail, interrupted, pump
 from app.conversations.run import Run
@@ -83,7 +83,7 @@ class Conversations:
             return await self._submit(turn, self._durable, scratch)
 
     async def _submit(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Run:
-        async with self._adding_to(turn.owner, turn.conversation or await self._named_conversation(turn)):
+        async with self._adding_to(turn.owner, await self._named_conversation(turn)):
             return await self._accept(turn, await self._place(turn, shelf, scratch), shelf)
 
     async def _accept(self, turn: Turn, place: Place, shelf: Shelf) -> Run:
@@ -128,7 +128,9 @@ class Conversations:
             del self._runs[run.id]
 
     async def _named_conversation(self, turn: Turn) -> str | None:
-        """The conversation that a turn is added to by following one of its responses."""
+        """The listed conversation that a turn is added to, by its name or by following one of its responses."""
+        if turn.conversation is not None:
+            return turn.conversation
         response = await self._durable.store.response(turn.previous) if turn.previous and turn.stored else None
         if response is None or response.owner != turn.owner:
             return None
@@ -136,9 +138,9 @@ class Conversations:
         return conversation.id if conversation and conversation.listed else None
 
     async def _place(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Place:
-        if turn.previous:
+        if turn.previous is not None:
             return await self._after(turn.owner, turn.previous, shelf, scratch)
-        if turn.conversation:
+        if turn.conversation is not None:
             conversation = await self.conversation(turn.owner, turn.conversation)
             return Place(conversation, ledger.path(await shelf.store.items(conversation.id), conversation.leaf))
         return Place(new_conversation(turn.owner, listed=False), [])
@@ -150,14 +152,14 @@ class Conversations:
             if not source or response is None or response.owner != owner:
                 continue
             if (await self._run_of(response, source)).response.status == "in_progress":
-                raise ConflictError(f"response {response_id!r} is still in progress", "previous_response_id", "response_in_progress")
+                raise ConflictError(f"response {shown(response_id)} is still in progress", "previous_response_id", "response_in_progress")
             path = ledger.path(await source.store.items(response.conversation), response.output)
             if source is not shelf:
                 return Place(new_conversation(owner, listed=False), path, copied=True)
             conversation = await source.store.conversation(response.conversation)
             if conversation:
                 return Place(conversation, path)
-        raise NotFoundError(f"response {response_id!r} does not exist", "previous_response_id", "previous_response_not_found")
+        raise NotFoundError(f"response {shown(response_id)} does not exist", "previous_response_id", "previous_response_not_found")
 
     # Runs
 
@@ -169,7 +171,7 @@ class Conversations:
             response = await shelf.store.response(response_id) if shelf else None
             if shelf and response and response.owner == owner:
                 return await self._run_of(response, shelf)
-        raise NotFoundError(f"response {response_id!r} does not exist", "response_id", "response_not_found")
+        raise NotFoundError(f"response {shown(response_id)} does not exist", "response_id", "response_not_found")
 
     async def cancel(self, owner: str, response_id: str, scratch: Shelf | None = None) -> Run:
         """Ask a run to end; one that has ended is left as it is. Raises: NotFoundError, StoreError"""
@@ -208,7 +210,7 @@ class Conversations:
         """Replace a conversation's metadata. Raises: NotFoundError, StoreError"""
         conversation = replace(await self.conversation(owner, id), metadata=metadata)
         if id in self._busy:  # a turn is being written, with the metadata as it was
-            raise ConflictError(f"conversation {id!r} is taking in a turn: try again", "conversation", "conversation_locked")
+            raise ConflictError(f"conversation {shown(id)} is taking in a turn: try again", "conversation", "conversation_locked")
         await self._durable.store.update_conversation(conversation)
         return conversation
 
@@ -276,9 +278,8 @@ class Conversations:
             return
         await self.conversation(owner, conversation)  # before anyone else's could be told to be busy
         if conversation in self._busy or self.running(conversation):
-            raise ConflictError(
-                f"conversation {conversation!r} has a response in progress: wait for it or cancel it", "conversation", "conversation_locked"
-            )
+            message = f"conversation {shown(conversation)} has a response in progress: wait for it or cancel it"
+            raise ConflictError(message, "conversation", "conversation_locked")
         self._busy.add(conversation)
         try:
             yield
@@ -287,4 +288,4 @@ class Conversations:
 
 
 def _unknown_conversation(id: str) -> NotFoundError:
-    return NotFoundError(f"conversation {id!r} does not exist", "conversation", "conversation_not_found")
+    return NotFoundError(f"conversation {shown(id)} does not exist", "conversation", "conversation_not_found")

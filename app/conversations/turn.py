@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from app.conversations.errors import ConversationError
-from app.store.records import Conversation, Item, Response, Role
+from app.store.records import Conversation, Item, Response, Role, Usage
 from engine.core import Prompt, SamplingParams
 
 TITLE_CHARACTERS = 80
@@ -35,11 +35,11 @@ class Turn:
 
     def check(self) -> None:
         """What is wrong with it whatever it follows. Raises: ConversationError"""
-        if not any(text for _, text in self.items) or not all(text for role, text in self.items if role != "assistant"):
+        if not any(text for _, text in self.items) or not all(text for role, text in self.items if role == "user"):
             raise ConversationError("expected input of at least one message with text, got an empty one", "input")
-        if self.previous and self.conversation:
+        if self.previous is not None and self.conversation is not None:
             raise ConversationError("expected previous_response_id or conversation, got both", "conversation")
-        if self.conversation and not self.stored:
+        if self.conversation is not None and not self.stored:
             raise ConversationError("expected store: true for a turn of a conversation, got store: false", "store")
         if self.client_message_id and not self.stored:
             raise ConversationError("expected store: true with a client message id or idempotency key, got store: false", "store")
@@ -104,6 +104,7 @@ def draft(turn: Turn, place: Place, items: list[Item], prompt: Prompt, fingerpri
         created_at=last.created_at,
         request=turn.request,
         client_message_id=turn.client_message_id,
+        usage=Usage(prompt_tokens=len(prompt.ids)),
     )
     title = place.conversation.title or _title(turn)
     conversation = replace(place.conversation, leaf=reply.id, updated_at=last.created_at, title=title)

@@ -83,6 +83,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--allowed-origins", "null"], "allowed_origins: expected scheme://name"),
         (["--allowed-origins", "https://x/path"], "allowed_origins: expected scheme://name"),
         (["--redis-url", "http://u:SECRET@x"], "redis_url: expected redis://"),
+        (["--redis-url", "redis://:SECRET@x:abc"], "redis_url: expected an address with a port"),
         (["--redis-url", "redis://x", "--store", "memory"], "either redis_url or store memory"),
         (["--max-step-tokens", "8"], "expected max_step_tokens of at least max_batch_size"),
         (["--max-total-tokens", "8"], "expected max_total_tokens of at least block_size"),

@@ -5,13 +5,37 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from engine.batcher import Batcher, Failed, Generation, Loading, Ready
-from engine.core import BusyError, Delta, EngineOptions, FinishReason, Message, NotReadyError, RequestError, SamplingParams
+from engine.batcher import STALL_SECONDS, Batcher, Failed, Generation, Loading, Ready
+from engine.core import (
+    BusyError,
+    Delta,
+    EngineOptions,
+    FinishReason,
+    Message,
+    NotReadyError,
+    Prompt,
+    RequestError,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+from engine.engine import Progress
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what the engine thread does and tells nobody."""
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came to be")
 
 
 def options(folder: Path, **changes: int) -> EngineOptions:
@@ -73,6 +97,65 @@ async def test_prompts_stream_side_by_side(batcher: Batcher) -> None:
     assert other[-1].reply == again[-1].reply
 
 
+async def test_tokenising_leaves_the_loop_alone(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C8."""
+    assert batcher._engine
+    threads = []
+    real = batcher._engine.template.prompt
+
+    def watched(messages: list[Message]) -> Prompt:
+        threads.append(threading.current_thread().name)
+        return real(messages)
+
+    monkeypatch.setattr(batcher._engine.template, "prompt", watched)
+    await batcher.prompt([Message("user", "hi")])
+    assert threads
+    assert threads[0].startswith("tokeniser")
+
+
+async def test_a_thread_that_is_not_seen_is_not_ready(batcher: Batcher) -> None:
+    """S9: loaded is not enough."""
+    release = threading.Event()
+
+    def stuck(plan: StepPlan) -> StepResult:
+        release.wait(60)
+        raise RuntimeError("let go")
+
+    assert batcher._engine
+    batcher._engine.runner.run = stuck  # type: ignore[method-assign]
+    generation = batcher.session(b"a").generate([3, 4], greedy())
+    assert batcher.responsive
+
+    def unseen() -> bool:
+        batcher._seen -= STALL_SECONDS  # the thread may have been on its way into the step
+        return not batcher.responsive
+
+    await until(unseen)
+    release.set()
+    assert (await collect(generation))[-1].finish is FinishReason.ERROR
+    await until(lambda: batcher.responsive)
+
+
+async def test_closing_while_the_model_loads_does_not_wait_for_it(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import engine.engine
+
+    reached = threading.Event()
+
+    def endless(options: EngineOptions, progress: Progress) -> None:
+        while True:
+            reached.set()
+            progress("converting", None)
+            time.sleep(0.001)
+
+    monkeypatch.setattr(engine.engine.Engine, "load", endless)
+    batcher = Batcher(options(tiny_folder))
+    batcher.start()
+    await asyncio.to_thread(reached.wait)
+    await batcher.close()
+    assert batcher._thread
+    assert not batcher._thread.is_alive()
+
+
 async def test_one_call_into_the_loop_per_step(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     real = batcher._loop.call_soon_threadsafe
@@ -118,6 +201,14 @@ async def test_what_could_not_run_is_refused_at_once(batcher: Batcher, ids: list
         batcher.session(b"a").generate(ids, greedy(**sampling))
     assert refused.value.param == param
     assert (await collect(neighbour))[-1].finish is FinishReason.LENGTH
+
+
+async def test_a_text_that_is_too_long_is_refused_without_being_tokenised(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batcher._engine
+    monkeypatch.setattr(batcher._engine.template, "prompt", lambda messages: pytest.fail("tokenised"))
+    with pytest.raises(RequestError, match="got at least") as refused:
+        await batcher.prompt([Message("user", "x" * 1_000_000)])
+    assert refused.value.code == "context_length_exceeded"
 
 
 async def test_a_full_queue_refuses(batcher: Batcher) -> None:

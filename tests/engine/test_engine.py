@@ -70,7 +70,9 @@ def test_greedy_replies_are_those_of_transformers_however_they_are_scheduled(eng
         arrivals.setdefault(chance.randrange(30), []).append(sequence)
     replies = run(engine, arrivals)
     for sequence in asked:
-        assert ids_of(replies[sequence.id]) == greedy(oracle, sequence.prompt, 12)
+        ids = ids_of(replies[sequence.id])
+        assert ids == greedy(oracle, sequence.prompt, 12)
+        assert "".join(delta.text for delta in replies[sequence.id]) == engine.tokenizer.decode(ids), "no tail is lost (E7)"
         assert replies[sequence.id][-1].finish is FinishReason.LENGTH
     assert any(sequence.cached for sequence in asked)
 
@@ -145,6 +147,18 @@ def test_a_stop_string_ends_the_reply_and_is_not_shown(engine: Engine) -> None:
         assert shown == text[: text.index(stop)]
         assert deltas[-1].finish is FinishReason.STOP
         assert engine.tokenizer.decode(deltas[-1].reply) == shown
+
+
+def test_exact_says_when_ids_and_text_agree(engine: Engine) -> None:
+    """What a crash may take the ids of: never more, nor less, than the text that was shown."""
+    deltas = run(engine, {0: [ask(0, [20, 21, 22], 60, stop=("never said",), temperature=1.5, seed=1)]})[0]
+    ids: list[int] = []
+    text = ""
+    for delta in deltas[:-1]:
+        ids += delta.ids
+        text += delta.text
+        assert not delta.exact or engine.tokenizer.decode(ids) == text
+    assert {delta.exact for delta in deltas[:-1]} == {True, False}
 
 
 def test_the_step_log_tells_who_was_served(engine: Engine) -> None:

@@ -34,6 +34,19 @@ def test_a_node_evicted_under_a_chain_is_made_anew() -> None:
     assert [node.block for node in cache.match(b"a", [1, 2, 3, 4])] == [5, 6]
 
 
+def test_a_child_outlives_its_evicted_parent() -> None:
+    cache = PrefixCache(2)
+    cache.extend(b"a", [], [1, 2, 3, 4, 5, 6], [0, 1, 2])
+    cache.evict(1)
+    cache.extend(b"a", [], [1, 2, 3, 4, 5, 6], [7, 8, 9])
+    assert [node.block for node in cache.match(b"a", [1, 2, 3, 4, 5, 6])] == [0, 8, 2]
+    collided = PrefixCache(2, digest=lambda parent, content: content)
+    collided.extend(b"a", [], [1, 2, 3, 4], [0, 1])
+    collided.evict(0)
+    collided.extend(b"a", [], [5, 6, 3, 4], [2, 3])
+    assert [node.block for node in collided.match(b"a", [5, 6, 3, 4])] == [2], "another prefix's child stays a collision"
+
+
 def test_the_tail_is_evicted_before_the_head() -> None:
     pool = BlockPool(3, 2)
     table = [pool.allocate() for _ in range(3)]

@@ -48,6 +48,7 @@ def test_draws_follow_the_softmax() -> None:
         ({"min_p": 1.0}, {0}),
         ({"top_k": 3, "min_p": 0.3}, {0, 1, 2}),
         ({"temperature": 1e-6}, {0}),
+        ({"temperature": 1e-320}, {0}),
         ({"logit_bias": {3: 100.0}}, {3}),
         ({"logit_bias": {0: -100.0, 1: -100.0}}, {2, 3}),
     ],
@@ -89,6 +90,18 @@ def test_noise_is_standard_gumbel_and_its_streams_are_apart() -> None:
     correlations = torch.corrcoef(draws)
     assert float((correlations - torch.eye(100)).abs().max()) < 0.25
     assert float(torch.corrcoef(draws.T).fill_diagonal_(0).abs().mean()) < 0.12
+
+
+def test_each_position_draws_anew() -> None:
+    flat = torch.zeros(1, 1000)
+    drawn = set()
+    for length in range(20):
+        asked = sequence(0, [0] * (length + 1), seed=3)
+        drawn.add(sampler.sample(flat, [asked])[0])
+        asked.prompt, asked.output = [0], [0] * length
+        drawn.add(sampler.sample(flat, [asked])[0])
+    assert len(drawn) > 15, "another position, another draw"
+    assert len(drawn) <= 20, "the position counts, however it is split into prompt and reply"
 
 
 def test_a_row_is_chosen_alike_alone_and_in_a_batch() -> None:

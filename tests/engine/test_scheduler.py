@@ -135,6 +135,17 @@ def test_two_that_do_not_fit_together_take_turns_without_thrashing() -> None:
     assert both[1].preemptions <= 2
 
 
+def test_a_preempted_sequence_goes_before_those_who_came_later() -> None:
+    scheduler, runner = make(blocks=10, context=40), FakeRunner(BLOCK)
+    old, young = (sequence(i, [i + 1] * 12, 28, ignore_eos=True) for i in range(2))
+    late = sequence(2, [9] * 30, 2, ignore_eos=True)
+    step(scheduler, runner, [old, young])
+    while not young.preemptions:
+        step(scheduler, runner, [late] if late.phase is Phase.WAITING and late not in scheduler.waiting else [])
+    assert list(scheduler.waiting) == [young, late]
+    run_out(scheduler, runner)
+
+
 def test_a_cancelled_sequence_owns_nothing_one_step_later() -> None:
     """C7, E8: at every step of its life."""
     for steps in range(12):

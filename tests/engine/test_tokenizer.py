@@ -239,3 +239,10 @@ def test_no_threads_are_started(byte_level: Made) -> None:
     byte_level.ours.split_control("hello<|im_end|>" * 1000)
     assert set(TASKS.iterdir()) <= before
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), min_size=1, max_size=30).map("".join).filter(len))
+def test_no_token_stands_for_more_than_the_longest(byte_level: Made, sentencepiece: Made, text: str) -> None:
+    for one in (byte_level, sentencepiece):
+        assert len(text) <= one.ours.longest * len(one.ours.encode_plain(text))

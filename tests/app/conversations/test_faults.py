@@ -14,6 +14,8 @@ from app.conversations.service import Conversations
 from app.store import StoreError
 from app.store.records import Conversation, Entry, Item, Response
 from app.store.valkey import ValkeyStore
+from engine.batcher import Batcher
+from engine.core import BusyError
 from tests.app.conversations.asking import text_of, turn
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -90,6 +92,7 @@ async def test_a_refused_write_fails_that_run_and_no_other(conversations: Conver
     await run.done()
     await other.done()
     assert run.response.status == "failed"
+    assert run.response.usage.completion_tokens < 150, "the engine stopped working on it"
     assert other.response.status == "incomplete"
 
 
@@ -115,27 +118,85 @@ async def test_recovery_keeps_what_was_logged(
     cut = await restarted.attach("ana", run.id)
     assert (cut.response.status, cut.response.reason) == ("incomplete", "interrupted")
     assert cut.reply.text == "".join(entry.text for entry in seen) == await text_of(cut)
-    assert cut.reply.ids == [id for entry in seen for id in entry.ids]
+    assert cut.reply.ids == ([id for entry in seen for id in entry.ids] if seen[-1].exact else None)
     following = await restarted.submit(turn("go on", previous=run.id))
     await following.done()
     assert following.response.usage.cached_tokens > 0
     await restarted.close()
 
 
-class Gated:
-    """A store that lets a turn in only when told to."""
+async def test_nothing_is_visible_before_it_is_logged(valkey: ValkeyStore, new_conversations: Callable[[object], Conversations]) -> None:
+    """The log is held up: the reply stands still, and goes on when the log does."""
+    gate = Gated(valkey, "append")
+    conversations = new_conversations(gate)
+    run = await conversations.submit(turn(max_tokens=20))
+    await gate.asked.wait()
+    assert list(run.logged) == []
+    reader = asyncio.create_task(text_of(run))
+    for _ in range(10_000):  # until the engine has said all: no follower is told of it
+        if run.generation and run.generation._finished:
+            break
+        await asyncio.sleep(0.001)
+    assert list(run.logged) == []
+    assert not reader.done()
+    gate.open.set()
+    await run.done()
+    assert await reader == run.reply.text != ""
+    await conversations.close()
 
-    def __init__(self, store: ValkeyStore) -> None:
+
+async def test_an_accepted_turn_that_the_engine_refuses_ends_as_failed(
+    conversations: Conversations, valkey: ValkeyStore, batcher: Batcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise BusyError("full house")
+
+    monkeypatch.setattr(batcher, "_submit", full)
+    run = await conversations.submit(turn())
+    await run.done()
+    stored = await valkey.response(run.id)
+    assert stored
+    assert (stored.status, stored.error) == ("failed", "full house")
+    assert await valkey.open_responses() == []
+
+
+async def test_any_other_fault_ends_the_run_too(
+    valkey: ValkeyStore, new_conversations: Callable[[object], Conversations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C11: a bug in the store, say. The next run is served."""
+    conversations = new_conversations(valkey)
+    real, calls = valkey.append, iter(range(1000))
+
+    async def buggy(batch: Any) -> None:
+        if next(calls) == 2:
+            raise ZeroDivisionError
+        await real(batch)
+
+    monkeypatch.setattr(valkey, "append", buggy)
+    run = await conversations.submit(turn(max_tokens=100))
+    await run.done()
+    assert run.response.status == "failed"
+    following = await conversations.submit(turn())
+    await following.done()
+    assert following.response.status == "incomplete"
+    await conversations.close()
+
+
+class Gated:
+    """A store of which one method waits until it is told to go on."""
+
+    def __init__(self, store: ValkeyStore, method: str = "accept") -> None:
         self._store = store
+        self._method = method
         self.asked, self.open = asyncio.Event(), asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        return self._gated if name == self._method else getattr(self._store, name)
 
-    async def accept(self, conversation: Conversation, response: Response, items: list[Item]) -> Response | None:
+    async def _gated(self, *arguments: Any) -> Any:
         self.asked.set()
         await self.open.wait()
-        return await self._store.accept(conversation, response, items)
+        return await getattr(self._store, self._method)(*arguments)
 
 
 async def test_a_caller_that_goes_away_leaves_no_turn_half_accepted(
@@ -186,10 +247,12 @@ async def test_a_response_that_nobody_carries_out_is_ended_when_asked_for(conver
     run = await conversations.submit(turn())
     await run.done()
     items = await valkey.items(run.response.conversation)
-    orphan = replace(run.response, id="resp_orphan", status="in_progress")
-    await put_back(valkey, orphan, items, [Entry([5], "x")])
-    found = await conversations.attach("ana", "resp_orphan")
-    assert (found.response.status, found.response.reason, found.reply.text) == ("incomplete", "interrupted", "x")
+    for exact in (True, False):
+        orphan = replace(run.response, id=f"resp_orphan_{exact}", status="in_progress")
+        await put_back(valkey, orphan, items, [Entry([4], "w"), Entry([5], "x", exact)])
+        found = await conversations.attach("ana", orphan.id)
+        assert (found.response.status, found.response.reason, found.reply.text) == ("incomplete", "interrupted", "wx")
+        assert found.reply.ids == ([4, 5] if exact else None), "ids that say more than the text are not kept"
     assert await valkey.open_responses() == []
 
 

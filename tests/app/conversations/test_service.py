@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,12 +37,6 @@ async def test_a_turn_is_in_the_log_when_it_is_accepted(conversations: Conversat
     assert await valkey.open_responses() == []
 
 
-async def test_nothing_is_visible_before_it_is_logged(conversations: Conversations, valkey: ValkeyStore) -> None:
-    run = await conversations.submit(turn(max_tokens=40))
-    async for index, entry in run.entries():
-        assert (await valkey.entries(run.id))[index - 1] == entry
-
-
 async def test_a_followers_view_is_the_same_whenever_it_comes(conversations: Conversations) -> None:
     run = await conversations.submit(turn(max_tokens=60))
     early = asyncio.create_task(text_of(run))
@@ -63,6 +58,68 @@ async def test_the_next_turn_is_built_from_the_tokens_of_the_last(conversations:
     assert second.reply.parent == second.response.input[0]
     prompt = [*first.reply.lead_ids, *(first.reply.ids or []), *second.reply.lead_ids]
     assert second.response.usage.prompt_tokens == len(prompt)
+
+
+async def test_what_was_run_is_not_tokenised_again(conversations: Conversations, batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E10, through the whole domain."""
+    first = await conversations.submit(turn("the first message"))
+    await first.done()
+    assert batcher._engine
+    tokenizer, encoded = batcher._engine.tokenizer, []
+    real = tokenizer.encode_plain
+
+    def watched(text: str, *rest: Any) -> list[int]:
+        encoded.append(text)
+        return real(text, *rest)
+
+    monkeypatch.setattr(type(tokenizer), "encode_plain", lambda self, text, *rest: watched(text, *rest))
+    second = await conversations.submit(turn("and you", previous=first.id))
+    await second.done()
+    assert any("and you" in text for text in encoded)
+    assert not any("first" in text for text in encoded)
+
+
+async def test_a_stopped_reply_keeps_the_tokens_of_its_text(conversations: Conversations, batcher: Batcher) -> None:
+    assert batcher._engine
+    whole = await text_of(await conversations.submit(turn(max_tokens=30)))
+    stop = whole[10:13]
+    sampling = replace(turn().sampling, max_tokens=30, stop=(stop,))
+    run = await conversations.submit(replace(turn(), sampling=sampling))
+    await run.done()
+    assert run.response.status == "completed"
+    assert run.reply.text == whole[: whole.index(stop)]
+    assert batcher._engine.tokenizer.decode(run.reply.ids or []) == run.reply.text
+
+
+async def test_a_retry_in_a_conversation_finds_its_run_while_it_is_in_progress(conversations: Conversations) -> None:
+    """C4: neither the conversation's own lock nor a second request answers it."""
+    thread = await conversations.create("ana", {})
+    message = turn(conversation=thread.id, client_message_id="m", max_tokens=100)
+    runs = await asyncio.gather(*(conversations.submit(message) for _ in range(3)))
+    assert not runs[0].finished
+    runs.append(await conversations.submit(message))
+    assert len({id(run) for run in runs}) == 1
+    await runs[0].done()
+
+
+async def test_a_conversation_without_a_name_cannot_be_named(conversations: Conversations) -> None:
+    run = await conversations.submit(turn())
+    await run.done()
+    with pytest.raises(NotFoundError):
+        await conversations.submit(turn(conversation=run.response.conversation))
+
+
+async def test_following_a_response_of_a_conversation_takes_its_turn(conversations: Conversations) -> None:
+    thread = await conversations.create("ana", {})
+    first = await conversations.submit(turn(conversation=thread.id))
+    await first.done()
+    running = await conversations.submit(turn(conversation=thread.id, max_tokens=150))
+    with pytest.raises(ConflictError):
+        await conversations.submit(turn(previous=first.id))
+    await running.done()
+    branch = await conversations.submit(turn(previous=first.id))
+    await branch.done()
+    assert len(await conversations.items("ana", thread.id)) == 4, "the newest turn is where the conversation goes on"
 
 
 async def test_a_reply_of_another_model_is_rendered_anew(conversations: Conversations, valkey: ValkeyStore) -> None:
