@@ -101,13 +101,14 @@ class ResponsesSocket:
         try:
             while lane.waiting:
                 frame = lane.waiting.popleft()
-                lane.run, lane.cancelled = None, False
                 try:
                     await self._respond(lane, read_create(frame))
                 except WebSocketDisconnect:
                     raise
                 except Exception as fault:
                     await self._refuse(fault, lane.stream_id)
+                finally:
+                    lane.run, lane.cancelled = None, False
         except WebSocketDisconnect:
             pass  # the reader sees it too, and cleans up
         finally:
