@@ -128,7 +128,8 @@ class Batcher:
         """Render and tokenise a chat, off the event loop. Raises: NotReadyError, RequestError"""
         ready = self.ready()
         assert self._engine
-        least = sum(len(message.text) for message in messages if message.ids is None) // self._engine.tokenizer.longest
+        longest = self._engine.tokenizer.longest
+        least = sum(1 + len(message.text) // longest for message in messages if message.ids is None)
         if least >= ready.context_length:  # not worth the tokenisers' time, which everyone shares
             raise _too_long(ready, f"at least {least}")
         return await self._loop.run_in_executor(self._tokenising, self._engine.template.prompt, messages)

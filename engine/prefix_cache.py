@@ -55,8 +55,8 @@ class PrefixCache:
         Content that another block holds already keeps that block's node: the sequence's own copy stays private to it. A node that
         was evicted under the chain is made anew from the sequence's own block.
         """
-        while chain and chain[-1].block < 0:
-            chain.pop()
+        evicted = next((index for index, node in enumerate(chain) if node.block < 0), len(chain))
+        del chain[evicted:]
         for index in range(len(chain), len(tokens) // self.block_size):
             parent = chain[-1] if chain else None
             content = tuple(tokens[index * self.block_size : (index + 1) * self.block_size])

@@ -1,6 +1,6 @@
 """Choosing the next token from logits.
 
-Owns the order of the steps: bias, penalties, temperature, then the filters (top_k, top_p, min_p), then the draw. The draw is the
+Owns the order of the steps: penalties, bias, temperature, then the filters (top_k, top_p, min_p), then the draw. The draw is the
 Gumbel-max trick with noise that is a pure function of (seed, position, token), so a reply is the same whatever shares
 its batch and whenever it is resumed. Knows no model and no scheduler beyond a sequence's tokens and `SamplingParams`.
 """

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api import sse
-from app.api.decoding import Content, Metadata, SamplingFields, body_of, decode, message_of, refuse_unless
+from app.api.decoding import MAX_MESSAGES, Content, Metadata, SamplingFields, body_of, decode, message_of, refuse_unless
 from app.api.disconnect import run_out, until_gone
 from app.api.errors import ApiError, refusal
 from app.api.models import Models
@@ -30,6 +30,16 @@ from app.security import owner_of
 from app.store.records import Usage
 from engine.core import RequestError
 
+ONLY_NULL = (
+    "prediction",
+    "web_search_options",
+    "suffix",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 PARAMS = {"input": "messages", "max_output_tokens": "max_tokens"}  # the domain's names, where this protocol has others
 
 Chunk = dict[str, Any]
@@ -38,6 +48,7 @@ Chunk = dict[str, Any]
 class ChatMessage(msgspec.Struct):
     role: str
     content: Content | None = None
+    tool_calls: list[Any] | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -49,7 +60,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -67,6 +78,21 @@ class ChatRequest(SamplingFields, kw_only=True):
     functions: list[Any] | None = None
     audio: Any = None
     modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    function_call: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    suffix: str | None = None
+    best_of: int | None = None
+    min_tokens: int | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     def turn(self, owner: str, model: str, idempotency_key: str | None) -> Turn:
         """Raises: ApiError for what cannot be honoured"""
@@ -83,7 +109,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def _echo(self, model: str) -> dict[str, Any]:
         """The request's settings as a response object shows them: a stored completion is a response like any other."""
-        neutral = dict.fromkeys(("instructions", "conversation", "safety_identifier", "prompt_cache_key"))
+        neutral = dict.fromkeys(("instructions", "conversation", "safety_identifier", "prompt_cache_key"), None)
         limit = self.max_completion_tokens or self.max_tokens
         return {"model": model, **self.echo(), **neutral, "max_output_tokens": limit, "metadata": self.metadata or {}, "store": True}
 
@@ -98,6 +124,15 @@ class ChatRequest(SamplingFields, kw_only=True):
                 ("functions", not self.functions, "an empty list"),
                 ("audio", self.audio is None, "null"),
                 ("modalities", self.modalities in (None, ["text"]), "text"),
+                ("messages.tool_calls", not any(message.tool_calls for message in self.messages), "an empty list"),
+                ("reasoning_effort", self.reasoning_effort in (None, "none"), "none"),
+                ("verbosity", self.verbosity in (None, "medium"), "medium"),
+                ("function_call", self.function_call in (None, "auto", "none"), "auto or none"),
+                ("best_of", self.best_of in (None, 1), "1"),
+                ("min_tokens", not self.min_tokens, "0"),
+                ("length_penalty", self.length_penalty in (None, 1), "1"),
+                ("use_beam_search", not self.use_beam_search, "false"),
+                *((name, getattr(self, name) is None, "null") for name in ONLY_NULL),
             )
         )
 

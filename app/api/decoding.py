@@ -24,6 +24,7 @@ T = TypeVar("T")
 SHOWN_CHARACTERS = 80
 MAX_STOPS = 16
 MAX_IDS = 1024
+MAX_MESSAGES = 4096  # of one request
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from app.conversations.journal import Journal
 from app.conversations.run import Run
-from app.store import StoreError
 from app.store.records import Item, Response, Status, Usage
 from engine.core import Delta, FinishReason
 
@@ -42,10 +41,12 @@ async def finish_or_fail(run: Run, journal: Journal, response: Response, reply: 
     """Log a run's end and publish it; if the log stays out of reach, those who follow are told that the run failed."""
     try:
         await journal.finish(run, response, reply)
-    except StoreError as fault:
-        log.error("the end of response %s could not be written to the log: %s", run.id, fault)
+    except Exception as fault:  # whatever it is, followers must not wait for ever
+        log.error("the end of response %s could not be written to the log: %r", run.id, fault)
+        shown = "".join(entry.text for entry in run.logged)
         error = f"the log could not be written: {fault}"
-        run.finish(replace(response, status="failed", reason=None, error=error), replace(reply, status="incomplete"))
+        run.written = False
+        run.finish(replace(response, status="failed", reason=None, error=error), replace(reply, text=shown, ids=None, status="incomplete"))
 
 
 def ended(

@@ -18,6 +18,7 @@ class Run:
         self.response = response
         self.reply = reply  # its text and tokens are complete once `finished`
         self.generation: Generation | None = None  # once the engine works on it
+        self.written = True  # its end, once it has one, is in the log
         self.stopped_because: str | None = None  # why it was cancelled, if it was
         self._entries = list(entries)
         self._changed = asyncio.Event()

@@ -31,6 +31,8 @@ from engine.core import EngineError, SamplingParams
 
 log = logging.getLogger(__name__)
 
+UNWRITTEN_SECONDS = 1.0  # between attempts to write the end of a run that the log would not take
+
 T = TypeVar("T")
 
 
@@ -53,8 +55,8 @@ class Conversations:
         self._batcher = batcher
         self._salt = salt
         self._runs: dict[str, Run] = {}  # from just before they are accepted until they have ended, by response id
-        self._busy: set[str] = set()  # conversations that a turn is being added to
-        self._deleting: set[str] = set()  # conversations on their way out
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # listed conversations being written to
+        self._closing = False
         self._submitting: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # (owner, client message id)
         self._tasks: set[asyncio.Task[object]] = set()  # pumps and submissions, which end whoever waits for them
 
@@ -83,7 +85,11 @@ class Conversations:
             return await self._submit(turn, self._durable, scratch)
 
     async def _submit(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Run:
-        async with self._adding_to(turn.owner, await self._named_conversation(turn)):
+        named = await self._named_conversation(turn)
+        async with self._alone_with(turn.owner, named):
+            if named is not None and self.running(named):
+                message = f"conversation {shown(named)} has a response in progress: wait for it or cancel it"
+                raise ConflictError(message, "conversation", "conversation_locked")
             return await self._accept(turn, await self._place(turn, shelf, scratch), shelf)
 
     async def _accept(self, turn: Turn, place: Place, shelf: Shelf) -> Run:
@@ -97,8 +103,6 @@ class Conversations:
         self._batcher.admit(prompt.ids, sampling)
 
         drafted = draft(turn, place, items, prompt, ready.fingerprint)
-        if place.conversation.id in self._deleting:
-            raise _unknown_conversation(place.conversation.id)
         run = Run(drafted.response, drafted.reply)
         self._runs[run.id] = run
         try:
@@ -119,13 +123,24 @@ class Conversations:
         try:
             run.begin(self._batcher.session(self._salt(run.response.owner)).generate(ids, sampling))
             await pump(run, shelf.journal, len(ids))
-        except EngineError as fault:
-            await finish_or_fail(run, shelf.journal, *ended(run, "failed", error=str(fault)))
-        except Exception:
-            log.exception("response %s broke off", run.id)
-            await finish_or_fail(run, shelf.journal, *ended(run, "failed", error="the server met an error it did not expect"))
+        except Exception as fault:
+            if not isinstance(fault, EngineError):
+                log.exception("response %s broke off", run.id)
+            error = str(fault) if isinstance(fault, EngineError) else "the server met an error it did not expect"
+            await finish_or_fail(run, shelf.journal, *ended(run, "failed", error=error))
+        try:
+            await self._see_written(run, shelf)
         finally:
             del self._runs[run.id]
+
+    async def _see_written(self, run: Run, shelf: Shelf) -> None:
+        """Where the log could not take a run's end, keep the run until it can: whoever asks meanwhile is told of the same end."""
+        while not (run.written or self._closing):
+            try:
+                await shelf.store.finish(run.response, run.reply)
+                run.written = True
+            except Exception:
+                await asyncio.sleep(UNWRITTEN_SECONDS)
 
     async def _named_conversation(self, turn: Turn) -> str | None:
         """The listed conversation that a turn is added to, by its name or by following one of its responses."""
@@ -186,6 +201,8 @@ class Conversations:
         if response.status == "in_progress":  # it may have ended since its record was read
             response = await shelf.store.response(response.id) or response
         items = await shelf.store.items(response.conversation)
+        if response.output not in items:
+            raise NotFoundError(f"response {shown(response.id)} does not exist any more", "response_id", "response_not_found")
         run = Run(response, items[response.output], await shelf.store.entries(response.id))
         if not run.finished:
             run.finish(*interrupted(run))
@@ -208,11 +225,10 @@ class Conversations:
 
     async def update(self, owner: str, id: str, metadata: dict[str, str]) -> Conversation:
         """Replace a conversation's metadata. Raises: NotFoundError, StoreError"""
-        conversation = replace(await self.conversation(owner, id), metadata=metadata)
-        if id in self._busy:  # a turn is being written, with the metadata as it was
-            raise ConflictError(f"conversation {shown(id)} is taking in a turn: try again", "conversation", "conversation_locked")
-        await self._durable.store.update_conversation(conversation)
-        return conversation
+        async with self._alone_with(owner, id):
+            conversation = replace(await self.conversation(owner, id), metadata=metadata)
+            await self._durable.store.update_conversation(conversation)
+            return conversation
 
     async def listed(self, owner: str, limit: int, after: str | None = None) -> list[Conversation]:
         """The last updated first. Raises: NotFoundError when `after` is not one of them, StoreError"""
@@ -227,15 +243,12 @@ class Conversations:
 
     async def delete(self, owner: str, id: str) -> None:
         """End its runs and remove everything of it. Raises: NotFoundError, StoreError"""
-        conversation = await self.conversation(owner, id)
-        self._deleting.add(id)
-        try:
+        async with self._alone_with(owner, id):
+            conversation = await self.conversation(owner, id)
             for run in self.running(id):
                 run.cancel()
                 await run.done()
             await self._durable.store.delete_conversation(conversation)
-        finally:
-            self._deleting.discard(id)
 
     def running(self, conversation: str) -> list[Run]:
         return [run for run in self._runs.values() if run.response.conversation == conversation and not run.finished]
@@ -251,6 +264,7 @@ class Conversations:
 
     async def close(self) -> None:
         """End every run, each with its terminal state in the log."""
+        self._closing = True
         while self._tasks:
             for run in list(self._runs.values()):
                 run.cancel("server_shutdown")
@@ -271,20 +285,14 @@ class Conversations:
     # Turn-taking
 
     @asynccontextmanager
-    async def _adding_to(self, owner: str, conversation: str | None) -> AsyncIterator[None]:
-        """One turn of a conversation at a time: its next one must follow the reply."""
+    async def _alone_with(self, owner: str, conversation: str | None) -> AsyncIterator[None]:
+        """Nobody else adds a turn to a listed conversation, changes or deletes it meanwhile. Raises: NotFoundError, StoreError"""
         if conversation is None:
             yield
             return
-        await self.conversation(owner, conversation)  # before anyone else's could be told to be busy
-        if conversation in self._busy or self.running(conversation):
-            message = f"conversation {shown(conversation)} has a response in progress: wait for it or cancel it"
-            raise ConflictError(message, "conversation", "conversation_locked")
-        self._busy.add(conversation)
-        try:
+        await self.conversation(owner, conversation)  # before anyone else's could be waited for
+        async with self._changing.setdefault(conversation, asyncio.Lock()):
             yield
-        finally:
-            self._busy.discard(conversation)
 
 
 def _unknown_conversation(id: str) -> NotFoundError:

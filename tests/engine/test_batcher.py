@@ -209,6 +209,8 @@ async def test_a_text_that_is_too_long_is_refused_without_being_tokenised(batche
     with pytest.raises(RequestError, match="got at least") as refused:
         await batcher.prompt([Message("user", "x" * 1_000_000)])
     assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(RequestError, match="got at least"):
+        await batcher.prompt([Message("user", "x")] * 300)
 
 
 async def test_a_full_queue_refuses(batcher: Batcher) -> None:

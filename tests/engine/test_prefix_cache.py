@@ -34,6 +34,14 @@ def test_a_node_evicted_under_a_chain_is_made_anew() -> None:
     assert [node.block for node in cache.match(b"a", [1, 2, 3, 4])] == [5, 6]
 
 
+def test_a_chain_is_mended_from_its_first_evicted_node_on() -> None:
+    cache, chain = PrefixCache(2), []
+    cache.extend(b"a", chain, [1, 2, 3, 4, 5, 6], [0, 1, 2])
+    cache.evict(0)
+    cache.extend(b"a", chain, [1, 2, 3, 4, 5, 6], [7, 8, 9])
+    assert [node.block for node in cache.match(b"a", [1, 2, 3, 4, 5, 6])] == [7, 1, 2]
+
+
 def test_a_child_outlives_its_evicted_parent() -> None:
     cache = PrefixCache(2)
     cache.extend(b"a", [], [1, 2, 3, 4, 5, 6], [0, 1, 2])

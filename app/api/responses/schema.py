@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from app.api.decoding import Content, Metadata, SamplingFields, decode, message_of, refuse_unless
+from app.api.decoding import MAX_MESSAGES, Content, Metadata, SamplingFields, decode, message_of, refuse_unless
 from app.api.errors import ApiError
 from app.conversations.turn import Turn
 from app.store.records import Role
@@ -52,7 +52,7 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     type: str | None = None  # WebSocket
     stream_id: str | None = None  # WebSocket: the lane; checked before this is read
     model: str | None = None
-    input: str | list[InputItem] | None = None
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationName | None = None
@@ -73,8 +73,9 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     include: list[str] | None = None
     prompt: Any = None
     context_management: Any = None
-    background: bool | None = None  # every run goes on without its connection, so there is nothing to ask for
     service_tier: str | None = None
+
+    background: bool | None = None  # over HTTP; a run begun on a WebSocket goes on without it anyway
 
     # About the caller or the transport.
     stream: bool | None = None
@@ -119,6 +120,7 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
                 ("generate", self.generate is not False, "true or none"),
                 ("tools", not self.tools, "an empty list or none"),
                 ("tool_choice", choice in (None, "auto", "none"), "auto or none"),
+                ("text.verbosity", not self.text or self.text.verbosity in (None, "medium"), "medium"),
                 ("text.format", format == "text", "type text"),
                 ("reasoning.effort", reasoning in (None, "none"), "none"),
                 ("truncation", self.truncation in (None, "disabled"), "disabled"),
@@ -142,6 +144,10 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
             "store": self.store is not False,
             "safety_identifier": self.safety_identifier,
             "prompt_cache_key": self.prompt_cache_key,
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "max_tool_calls": self.max_tool_calls,
+            "background": bool(self.background),
         }
 
 

@@ -51,6 +51,7 @@ class ResponsesSocket:
         self._scratch = Shelf.scratch()  # what `store: false` keeps
         self._lanes: dict[str | None, Lane] = {}
         self._sending = asyncio.Lock()
+        self._left = False
 
     async def serve(self) -> None:
         """Until the client goes."""
@@ -119,6 +120,8 @@ class ResponsesSocket:
         run = lane.run = await self._conversations.submit(turn, self._scratch)
         if lane.cancelled:
             run.cancel()
+        if self._left:
+            return
         async for event in follow(run):
             await self._send(event, lane.stream_id)
 
@@ -146,11 +149,13 @@ class ResponsesSocket:
             await self._socket.send_text(msgspec.json.encode(event).decode())
 
     async def _leave(self) -> None:
+        self._left = True
         lanes = list(self._lanes.values())
         for lane in lanes:
+            lane.waiting.clear()
             if lane.run and not lane.run.response.request["store"]:
                 lane.run.cancel()  # nobody could ever read it
-            if lane.task:
+            if lane.task and not (lane.cancelled and lane.run is None):  # else it still has to cancel what it has submitted
                 lane.task.cancel()
         await asyncio.gather(*(lane.task for lane in lanes if lane.task), return_exceptions=True)
 

@@ -44,6 +44,8 @@ BAD_FRAMES = {
     ),
     "a function's output": (create(input=[{"type": "function_call_output", "call_id": "x"}]), "unsupported_item", "input.0"),
     "tools": (create(tools=[{"type": "function"}]), "unsupported_value", "tools"),
+    "a low verbosity": (create(text={"verbosity": "low"}), "unsupported_value", "text.verbosity"),
+    "a hundred thousand messages": (create(input=[{"role": "user", "content": "x"}] * 70_000), "invalid_value", "input"),
     "no tokens": (create(max_output_tokens=0), "invalid_value", "max_output_tokens"),
     "absurdly many tokens": (create(max_output_tokens=10**12), "invalid_value", "max_output_tokens"),
     "a temperature of 3": (create(temperature=3), "invalid_value", "temperature"),

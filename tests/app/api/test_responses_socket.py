@@ -191,6 +191,14 @@ def test_a_cancel_finds_the_response_that_is_not_accepted_yet(wire: Wire) -> Non
     assert len(events) < 100
 
 
+def test_a_cancel_counts_even_if_the_socket_closes_before_the_response_is_accepted(server: Server) -> None:
+    for _ in range(5):
+        with Wire(server.url) as gone:
+            gone.create(input="Write a very long story. " * 1000, ignore_eos=True, max_output_tokens=3000)
+            gone.send({"type": "response.cancel"})
+    server.wait_until_idle()
+
+
 def test_a_seventeenth_lane_and_a_flood_of_frames_are_refused(wire: Wire) -> None:
     for lane in range(16):
         wire.create(stream_id=f"lane-{lane}", input="Hi", ignore_eos=True, max_output_tokens=30)

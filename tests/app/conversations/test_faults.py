@@ -27,8 +27,7 @@ class Flaky:
     def __init__(self, store: ValkeyStore, after_writing: bool) -> None:
         self._store = store
         self._after_writing = after_writing
-        self.broken = False
-        self.mended = asyncio.Event()
+        self.broken: Exception | None = None  # what a write raises
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -46,7 +45,7 @@ class Flaky:
         if self.broken and self._after_writing:
             await write(*arguments)
         if self.broken:
-            raise StoreError("gone fishing")
+            raise self.broken
         await write(*arguments)
 
 
@@ -59,8 +58,8 @@ async def test_a_store_that_comes_back_loses_and_doubles_nothing(
     wanted = await conversations.submit(turn(max_tokens=80))
     await wanted.done()
     run = await conversations.submit(turn(max_tokens=80))
-    flaky.broken = True
-    asyncio.get_running_loop().call_later(0.5, lambda: setattr(flaky, "broken", False))
+    flaky.broken = StoreError("gone fishing")
+    asyncio.get_running_loop().call_later(0.5, lambda: setattr(flaky, "broken", None))
     await run.done()
     assert await text_of(run) == await text_of(wanted)
     assert "".join(entry.text for entry in await valkey.entries(run.id)) == await text_of(wanted)
@@ -68,20 +67,29 @@ async def test_a_store_that_comes_back_loses_and_doubles_nothing(
     await conversations.close()
 
 
+@pytest.mark.parametrize("fault", [StoreError("gone fishing"), TypeError("a bug")])
 async def test_a_store_that_stays_away_fails_the_run(
-    valkey: ValkeyStore, new_conversations: Callable[[object], Conversations], monkeypatch: pytest.MonkeyPatch
+    valkey: ValkeyStore, new_conversations: Callable[[object], Conversations], monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
-    """C11: one terminal state, and it is not success."""
+    """C11: one terminal state, which is not success, shows nothing that was not logged, and is written once the log is back."""
     monkeypatch.setattr("app.conversations.journal.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("app.conversations.service.UNWRITTEN_SECONDS", 0.01)
     flaky = Flaky(valkey, after_writing=False)
     conversations = new_conversations(flaky)
-    run = await conversations.submit(turn(max_tokens=150))
-    flaky.broken = True
+    thread = await conversations.create("ana", {})
+    run = await conversations.submit(turn(conversation=thread.id, max_tokens=150))
+    flaky.broken = fault
     await run.done()
     assert run.response.status == "failed"
     assert "log" in (run.response.error or "")
-    flaky.broken = False
-    assert await (await conversations.submit(turn())).done()
+    assert run.reply.text == "".join(entry.text for entry in await valkey.entries(run.id)) == await text_of(run)
+    assert await conversations.attach("ana", run.id) is run, "the same end for whoever asks later"
+    flaky.broken = None
+    await asyncio.wait(conversations._tasks)
+    assert await valkey.open_responses() == []
+    assert await valkey.response(run.id) == run.response
+    await (await conversations.submit(turn(conversation=thread.id))).done()
+    await conversations.delete("ana", thread.id)
     await conversations.close()
 
 
@@ -240,6 +248,33 @@ async def test_deleting_while_a_turn_is_being_accepted_leaves_nothing(
     assert await valkey.items(thread.id) == {}
     assert await valkey.open_responses() == []
     await conversations.close()
+
+
+@pytest.mark.parametrize("branch", [False, True])
+async def test_deleting_while_a_turn_is_being_tokenised_leaves_nothing(
+    conversations: Conversations, valkey: ValkeyStore, batcher: Batcher, monkeypatch: pytest.MonkeyPatch, branch: bool
+) -> None:
+    thread = await conversations.create("ana", {})
+    first = await conversations.submit(turn(conversation=thread.id))
+    await first.done()
+    real, asked, go_on = batcher.prompt, asyncio.Event(), asyncio.Event()
+
+    async def slow(messages: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await real(messages)
+
+    monkeypatch.setattr(batcher, "prompt", slow)
+    following = turn(previous=first.id) if branch else turn(conversation=thread.id)
+    submitting = asyncio.create_task(conversations.submit(following))
+    await asked.wait()
+    deleting = asyncio.create_task(conversations.delete("ana", thread.id))
+    await asyncio.sleep(0.05)  # time to do it wrong
+    go_on.set()
+    await asyncio.gather(submitting, deleting)
+    assert await conversations.listed("ana", 10) == []
+    assert await valkey.items(thread.id) == {}
+    assert await valkey.open_responses() == []
 
 
 async def test_a_response_that_nobody_carries_out_is_ended_when_asked_for(conversations: Conversations, valkey: ValkeyStore) -> None:
