@@ -1,7 +1,8 @@
 """OpenAI Chat Completions over HTTP, streaming and not.
 
 Stateless: each request brings its whole chat, and its run is kept only while the request lasts, unless an `Idempotency-Key` asks that a
-retry finds it. Unknown fields are ignored, since real clients send many; those that would change the reply are refused.
+retry finds it. Unknown fields are ignored, since real clients send many; the known ones
+that would change the reply, and are not supported, are refused.
 (OpenAI API reference: Chat)
 """
 
@@ -39,6 +40,11 @@ ONLY_NULL = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "allowed_token_ids",
+    "bad_words",
+    "chat_template",
+    "chat_template_kwargs",
+    "truncate_prompt_tokens",
 )
 PARAMS = {"input": "messages", "max_output_tokens": "max_tokens"}  # the domain's names, where this protocol has others
 
@@ -93,6 +99,17 @@ class ChatRequest(SamplingFields, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: float | None = None
+    echo: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
 
     def turn(self, owner: str, model: str, idempotency_key: str | None) -> Turn:
         """Raises: ApiError for what cannot be honoured"""
@@ -111,7 +128,14 @@ class ChatRequest(SamplingFields, kw_only=True):
         """The request's settings as a response object shows them: a stored completion is a response like any other."""
         neutral = dict.fromkeys(("instructions", "conversation", "safety_identifier", "prompt_cache_key"), None)
         limit = self.max_completion_tokens or self.max_tokens
-        return {"model": model, **self.echo(), **neutral, "max_output_tokens": limit, "metadata": self.metadata or {}, "store": True}
+        return {
+            "model": model,
+            **self.shown_settings(),
+            **neutral,
+            "max_output_tokens": limit,
+            "metadata": self.metadata or {},
+            "store": True,
+        }
 
     def _refuse_unsupported(self) -> None:
         refuse_unless(
@@ -131,6 +155,12 @@ class ChatRequest(SamplingFields, kw_only=True):
                 ("best_of", self.best_of in (None, 1), "1"),
                 ("min_tokens", not self.min_tokens, "0"),
                 ("length_penalty", self.length_penalty in (None, 1), "1"),
+                ("typical_p", self.typical_p in (None, 1), "1"),
+                ("echo", not self.echo, "false"),
+                ("continue_final_message", not self.continue_final_message, "false"),
+                ("add_generation_prompt", self.add_generation_prompt is not False, "true"),
+                ("include_stop_str_in_output", not self.include_stop_str_in_output, "false"),
+                ("skip_special_tokens", self.skip_special_tokens is not False, "true"),
                 ("use_beam_search", not self.use_beam_search, "false"),
                 *((name, getattr(self, name) is None, "null") for name in ONLY_NULL),
             )

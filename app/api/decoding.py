@@ -47,7 +47,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_IDS)] | None = None
     ignore_eos: bool | None = None
 
-    def echo(self) -> dict[str, Any]:
+    def shown_settings(self) -> dict[str, Any]:
         """The settings that a response object shows."""
         return {
             "temperature": _or(self.temperature, 1.0),

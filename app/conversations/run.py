@@ -32,6 +32,11 @@ class Run:
         return self.response.status != "in_progress"
 
     @property
+    def settled(self) -> bool:
+        """Finished, and the log knows it: what follows can be built on what the log holds."""
+        return self.finished and self.written
+
+    @property
     def logged(self) -> Sequence[Entry]:
         """The visible entries so far."""
         return self._entries

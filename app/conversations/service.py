@@ -166,7 +166,7 @@ class Conversations:
             response = await source.store.response(response_id) if source else None
             if not source or response is None or response.owner != owner:
                 continue
-            if (await self._run_of(response, source)).response.status == "in_progress":
+            if not (await self._run_of(response, source)).settled:
                 raise ConflictError(f"response {shown(response_id)} is still in progress", "previous_response_id", "response_in_progress")
             path = ledger.path(await source.store.items(response.conversation), response.output)
             if source is not shelf:
@@ -251,7 +251,7 @@ class Conversations:
             await self._durable.store.delete_conversation(conversation)
 
     def running(self, conversation: str) -> list[Run]:
-        return [run for run in self._runs.values() if run.response.conversation == conversation and not run.finished]
+        return [run for run in self._runs.values() if run.response.conversation == conversation and not run.settled]
 
     # Beginning and end of the process
 

@@ -138,7 +138,7 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
             "model": model,
             "instructions": self.instructions,
             "conversation": conversation,
-            **self.echo(),
+            **self.shown_settings(),
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "store": self.store is not False,

@@ -100,6 +100,7 @@ def test_chat_by_the_official_sdk(server: Server) -> None:
         ({"tools": [{}]}, 400, "tools"),
         ({"reasoning_effort": "high"}, 400, "reasoning_effort"),
         ({"guided_regex": "a*"}, 400, "guided_regex"),
+        ({"add_generation_prompt": False}, 400, "add_generation_prompt"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, 400, "messages.tool_calls"),
         ({"messages": [{"role": "user", "content": "x"}] * 100_000}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "0 " * 50_000}]}, 400, "messages"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.conversations.errors import NotFoundError
+from app.conversations.errors import ConflictError, NotFoundError
 from app.conversations.service import Conversations
 from app.store import StoreError
 from app.store.records import Conversation, Entry, Item, Response
@@ -84,6 +84,9 @@ async def test_a_store_that_stays_away_fails_the_run(
     assert "log" in (run.response.error or "")
     assert run.reply.text == "".join(entry.text for entry in await valkey.entries(run.id)) == await text_of(run)
     assert await conversations.attach("ana", run.id) is run, "the same end for whoever asks later"
+    for following in (turn(conversation=thread.id), turn(previous=run.id)):
+        with pytest.raises(ConflictError):  # or the next turn would not know what this one said
+            await conversations.submit(following)
     flaky.broken = None
     await asyncio.wait(conversations._tasks)
     assert await valkey.open_responses() == []
