@@ -8,6 +8,7 @@ that would change the reply, and are not supported, are refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -31,21 +32,41 @@ from app.security import owner_of
 from app.store.records import Usage
 from engine.core import RequestError
 
-ONLY_NULL = (
-    "prediction",
-    "web_search_options",
-    "suffix",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "allowed_token_ids",
-    "bad_words",
-    "chat_template",
-    "chat_template_kwargs",
-    "truncate_prompt_tokens",
-)
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that would change the reply and are not supported, with the values that leave it as it is
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None, "medium"),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "suffix": (None,),
+    "best_of": (None, 1),
+    "min_tokens": (None, 0),
+    "length_penalty": (None, 1),
+    "typical_p": (None, 1),
+    "use_beam_search": (None, False),
+    "echo": (None, False),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "truncate_prompt_tokens": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+}
 PARAMS = {"input": "messages", "max_output_tokens": "max_tokens"}  # the domain's names, where this protocol has others
 
 Chunk = dict[str, Any]
@@ -75,45 +96,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     metadata: Metadata | None = None
 
-    # Understood with their neutral value only.
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    audio: Any = None
-    modalities: list[str] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    function_call: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    suffix: str | None = None
-    best_of: int | None = None
-    min_tokens: int | None = None
-    length_penalty: float | None = None
-    use_beam_search: bool | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    truncate_prompt_tokens: Any = None
-    typical_p: float | None = None
-    echo: bool | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
 
     def turn(self, owner: str, model: str, idempotency_key: str | None) -> Turn:
-        """Raises: ApiError for what cannot be honoured"""
-        self._refuse_unsupported()
+        """Raises: ApiError for a message that is not text"""
         key = (self.metadata or {}).get("client_message_id") or idempotency_key
         return Turn(
             owner=owner,
@@ -137,34 +123,20 @@ class ChatRequest(SamplingFields, kw_only=True):
             "store": True,
         }
 
-    def _refuse_unsupported(self) -> None:
-        refuse_unless(
-            (
-                ("logprobs", not self.logprobs, "false"),
-                ("top_logprobs", not self.top_logprobs, "0"),
-                ("response_format", self.response_format is None or self.response_format.type == "text", "type text"),
-                ("tools", not self.tools, "an empty list"),
-                ("tool_choice", self.tool_choice in (None, "auto", "none"), "auto or none"),
-                ("functions", not self.functions, "an empty list"),
-                ("audio", self.audio is None, "null"),
-                ("modalities", self.modalities in (None, ["text"]), "text"),
-                ("messages.tool_calls", not any(message.tool_calls for message in self.messages), "an empty list"),
-                ("reasoning_effort", self.reasoning_effort in (None, "none"), "none"),
-                ("verbosity", self.verbosity in (None, "medium"), "medium"),
-                ("function_call", self.function_call in (None, "auto", "none"), "auto or none"),
-                ("best_of", self.best_of in (None, 1), "1"),
-                ("min_tokens", not self.min_tokens, "0"),
-                ("length_penalty", self.length_penalty in (None, 1), "1"),
-                ("typical_p", self.typical_p in (None, 1), "1"),
-                ("echo", not self.echo, "false"),
-                ("continue_final_message", not self.continue_final_message, "false"),
-                ("add_generation_prompt", self.add_generation_prompt is not False, "true"),
-                ("include_stop_str_in_output", not self.include_stop_str_in_output, "false"),
-                ("skip_special_tokens", self.skip_special_tokens is not False, "true"),
-                ("use_beam_search", not self.use_beam_search, "false"),
-                *((name, getattr(self, name) is None, "null") for name in ONLY_NULL),
-            )
+
+def read(data: bytes) -> ChatRequest:
+    """Raises: ApiError for what is wrong, and for what cannot be honoured"""
+    asked = decode(data, ChatRequest)
+    given = decode(data, dict[str, Any])
+    plain = asked.response_format is None or asked.response_format.type == "text"
+    refuse_unless(
+        (
+            ("response_format", plain, "type text"),
+            ("messages.tool_calls", not any(message.tool_calls for message in asked.messages), "an empty list"),
+            *((name, given.get(name) in values, " or ".join(map(json.dumps, values))) for name, values in NEUTRAL.items()),
         )
+    )
+    return asked
 
 
 class ChatCompletions:
@@ -174,7 +146,7 @@ class ChatCompletions:
         self.routes = [Route("/v1/chat/completions", self._create, methods=["POST"])]
 
     async def _create(self, request: Request) -> Response:
-        asked = decode(await body_of(request), ChatRequest)
+        asked = read(await body_of(request))
         turn = asked.turn(owner_of(request.scope), self._models.served(asked.model), request.headers.get("idempotency-key"))
         try:
             run = await self._conversations.submit(turn)

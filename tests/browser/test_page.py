@@ -57,6 +57,7 @@ def ledger(server: Server, ids: list[str]) -> list[Item]:
 
 
 def test_stop_keeps_what_was_written_and_survives_a_reload(chat: Chat) -> None:
+    """P4."""
     chat.open()
     set_length(chat, ENDLESS)
     chat.send("Tell me a long story about the sea.")
@@ -103,6 +104,7 @@ new MutationObserver(() => {
 
 
 def test_a_reload_mid_reply_goes_on_and_text_never_shrinks(chat: Chat) -> None:
+    """C2, P4."""
     chat.open()
     set_length(chat, LONG)
     chat.send("Count slowly from one to fifty, in words.")
@@ -119,6 +121,7 @@ def test_a_reload_mid_reply_goes_on_and_text_never_shrinks(chat: Chat) -> None:
 
 
 def test_a_second_tab_follows(chat: Chat, context: BrowserContext, server: Server) -> None:
+    """C2, P4."""
     chat.open()
     chat.send("Say hello.")
     chat.ended(1)
@@ -168,6 +171,7 @@ def test_conversations_are_listed_found_again_and_deleted(chat: Chat) -> None:
 
 
 def test_reading_on_is_not_disturbed_by_what_is_being_written(chat: Chat) -> None:
+    """P2."""
     chat.page.set_viewport_size({"width": 700, "height": 420})
     chat.open()
     set_length(chat, ENDLESS)

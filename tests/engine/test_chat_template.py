@@ -328,6 +328,7 @@ def test_a_long_message_leaves_the_gil_to_others(tokenizer: Tokenizer, text: str
     ],
 )
 def test_a_template_that_reaches_out_of_its_sandbox_fails(tokenizer: Tokenizer, layout: str) -> None:
+    """S5."""
     with pytest.raises(ModelError, match="the model's chat template failed"):
         ChatTemplate(layout, tokenizer).prompt(chat("hello"))
 
