@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.weights.convert import prepare
 
@@ -15,7 +15,12 @@ TIE = 1e-4  # two logits this close may go either way
 
 def load() -> LlamaForCausalLM:
     """The same dequantised float32 weights in transformers' own decoder."""
-    return LlamaForCausalLM.from_pretrained(prepare("default").path, dtype=torch.float32)
+    checkpoint = prepare("default")
+    config, weights = LlamaConfig.from_pretrained(checkpoint.path), dict(checkpoint.tensors())
+    model, report = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model
 
 
 def check_greedy(oracle: LlamaForCausalLM, prompt: Sequence[int], reply: Sequence[int], limit: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Model files: found or fetched, distrusted, converted once into one layout, and memory-mapped from then on.
+"""Model files: found or fetched, distrusted, converted once into one layout, packed once for the CPU kernels, memory-mapped from then on.
 
-`convert.prepare` is the door. The layout is a plain Hugging Face folder (`checkpoint.py`); nothing here computes with the weights.
+`convert.prepare` is the door, and `packed.prepare_packed` the one behind it. Nothing here computes with the weights.
 """

@@ -121,8 +121,9 @@ def _remembered_sha256(path: Path, cache_dir: Path, progress: Progress) -> str:
             return str(known["sha256"])
     sha256 = file_sha256(path, progress)
     if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=memo.parent, delete=False) as file:
-            json.dump({"identity": identity, "sha256": sha256}, file)
-        Path(file.name).replace(memo)
+        with contextlib.suppress(OSError):  # a cache that cannot be written to costs time, nothing else
+            memo.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=memo.parent, delete=False) as file:
+                json.dump({"identity": identity, "sha256": sha256}, file)
+            Path(file.name).replace(memo)
     return sha256

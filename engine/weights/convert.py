@@ -1,29 +1,20 @@
 """Makes a checkpoint of any model that `fetch.resolve` finds: once, in a child process, into the cache.
 
-The child (`python -m engine.weights.convert SOURCE TARGET NAME`) has the memory and the slow imports that converting needs; serving's
-process never does. It says how far it is in JSON lines on its standard output: {"progress": 0.5}, or {"error": "..."} before it fails.
+The child is `python -m engine.weights.convert SOURCE TARGET NAME`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import engine
 from engine.core import ModelError
-from engine.weights import checkpoint, fetch
+from engine.weights import checkpoint, child, fetch
 from engine.weights import safetensors as st
 from engine.weights.cache import Progress, content_digest, default_cache_dir, locked, publish, quiet, staging
 from engine.weights.checkpoint import Checkpoint
 
-_STDERR_TAIL = 2000  # characters
 _FOLDER_FILES = ("*.json", "*.jinja", "tokenizer.model")  # beside the weights: what may change what is made of a folder
 
 
@@ -59,7 +50,7 @@ def _prepare(spec: str, cache_dir: Path, progress: Progress) -> Checkpoint:
         if (ready := _open(folder, name)) is not None:
             return ready
         with staging(folder.parent, key) as staged:
-            _run_child(source, staged, name, progress)
+            child.run(__name__, [str(source), str(staged), name], "converting the model", progress)
             publish(staged, folder)
     return Checkpoint(folder, name)
 
@@ -83,44 +74,6 @@ def _source_files(source: Path) -> list[Path]:
     return sorted({*others, *st.weight_files(source)})
 
 
-def _run_child(source: Path, target: Path, name: str, progress: Progress) -> None:
-    progress("converting the model", 0.0)
-    # The child must find this very package, and (-P) no module that happens to lie in the working directory.
-    package = str(Path(engine.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
-    command = [sys.executable, "-P", "-m", __name__, str(source), str(target), name]
-    with tempfile.TemporaryFile() as stderr:
-        child = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
-        )
-        assert child.stdout is not None
-        error = None
-        with child.stdout:
-            try:
-                for said in _json_lines(child.stdout):
-                    error = said.get("error", error)
-                    if "progress" in said:
-                        progress("converting the model", said["progress"])
-                child.wait()
-            finally:
-                child.kill()
-                child.wait()
-        if error is not None:
-            raise ModelError(error)
-        if child.returncode != 0:
-            stderr.seek(0)
-            tail = stderr.read().decode(errors="replace").strip()[-_STDERR_TAIL:]
-            raise ModelError(f"{source}: converting it ended with exit code {child.returncode}: {tail or 'nothing was said'}")
-
-
-def _json_lines(stream: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in stream:
-        with contextlib.suppress(ValueError):  # what a library prints
-            said = json.loads(line)
-            if isinstance(said, dict):
-                yield said
-
-
 def convert(source: Path, target: Path, name: str, report: Callable[[float], None]) -> None:
     """Write the checkpoint of a GGUF file or Hugging Face folder into the empty folder `target`; `report` gets the fraction done.
 
@@ -128,6 +81,8 @@ def convert(source: Path, target: Path, name: str, report: Callable[[float], Non
         ModelError: the source cannot be used; says why.
     """
     weights, tokenizer_file = target / checkpoint.WEIGHTS, str(target / checkpoint.TOKENIZER)
+    quantised: dict[str, str] = {}
+    requantise: list[str] = []
     if source.is_dir():
         model = st.FolderModel(source)
         tokenizer = model.tokenizer()
@@ -142,29 +97,19 @@ def convert(source: Path, target: Path, name: str, report: Callable[[float], Non
         gguf = GGUFModel(source)
         tokenizer = build(gguf.reader())
         config, tokens, dtype = gguf.config, gguf.tokens, "F32"
+        quantised, requantise = gguf.quantised, gguf.requantise
         if (size := tokenizer.get_vocab_size(with_added_tokens=True)) != config.vocab_size:
             raise ModelError(f"{source}: the tokenizer has {size} tokens, the embedding {config.vocab_size} rows")
-        kinds = {each: (dtype, shape) for each, shape in gguf.tensor_shapes().items()}
-        sha256 = st.write(weights, kinds, lambda each: [gguf.tensor(each)], report)
+        sha256 = st.write(weights, gguf.kept(), lambda each: [gguf.kept_tensor(each)], report)
     tokenizer.save(tokenizer_file)
     long_dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[dtype]
-    checkpoint.write_facts(target, name, source, config, tokens, sha256, long_dtype)
+    checkpoint.write_facts(target, name, source, config, tokens, sha256, long_dtype, quantised, requantise)
 
 
 def main(arguments: list[str]) -> int:
     """The child's life; its exit code."""
     source, target, name = arguments
-
-    def say(**said: object) -> None:
-        sys.stdout.write(json.dumps(said) + "\n")
-        sys.stdout.flush()
-
-    try:
-        convert(Path(source), Path(target), name, lambda fraction: say(progress=round(fraction, 4)))
-    except (ModelError, OSError) as error:
-        say(error=str(error))
-        return 1
-    return 0
+    return child.answer(lambda report: convert(Path(source), Path(target), name, report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Llama in a GGUF file: its config, tokens and dequantised tensors, under Hugging Face's names and in its layout.
+"""A Llama in a GGUF file: its config, tokens and tensors, under Hugging Face's names and in its order of rows.
 
 `gguf_header` has checked the file's own claims before anything here trusts an offset. Dequantising is the `gguf` library's.
 """
@@ -15,7 +15,9 @@ from gguf import GGUFReader, TokenType, dequantize, quant_shape_to_byte_shape
 from gguf.constants import GGMLQuantizationType
 
 from engine.core import ModelConfig, ModelError, RopeScaling
+from engine.weights import blocks
 from engine.weights import config as hf_config
+from engine.weights.formats import KINDS
 from engine.weights.gguf_header import TensorInfo, read_header
 from engine.weights.tokens import TokenFacts, checked_id, end_ids
 
@@ -39,12 +41,18 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FREQS, _ROPE_SHORT, _ROPE_LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+# Floats that are kept as they are, and safetensors' name of each.
+_FLOATS = {GGMLQuantizationType.F32: "F32", GGMLQuantizationType.F16: "F16", GGMLQuantizationType.BF16: "BF16"}
 # Pre-tokenizer kinds of byte-pair vocabularies for which llama.cpp begins prompts with BOS when the file does not say.
 _BPE_WITH_BOS = ("llama3", "llama-v3", "llama-bpe")
 
 
 class GGUFModel:
-    """An opened GGUF. `config` and `tokens` are read and checked at once, tensors one at a time."""
+    """An opened GGUF. `config` and `tokens` are read and checked at once, tensors one at a time.
+
+    `quantised` names the matrices that are kept as the file's own blocks, and their kind ("Q4_0", "Q4_1", "Q8_0"); `requantise` those
+    in another kind of block, which are kept as float32.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError: the file is no GGUF, its header lies, or the model is not a Llama this package can run."""
@@ -57,6 +65,9 @@ class GGUFModel:
         self.config = self._read_config()
         self._names = {self._hf_name(name): info for name, info in self._infos.items() if not _is_rope(name)}
         hf_config.check_tensors(hf_config.tensor_shapes(self.config), {name: info.shape for name, info in self._names.items()}, path)
+        matrices = {name: info.kind for name, info in self._names.items() if len(info.shape) == 2}
+        self.quantised = {name: kind.name for name, kind in matrices.items() if kind.name in KINDS}
+        self.requantise = [name for name, kind in matrices.items() if kind.name not in KINDS and kind not in _FLOATS]
         self.tokens = self._read_tokens()
 
     def reader(self) -> GGUFReader:
@@ -70,14 +81,43 @@ class GGUFModel:
         """Every tensor's Hugging Face name and shape."""
         return {name: info.shape for name, info in self._names.items()}
 
+    def kept(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """safetensors' dtype and shape of what `kept_tensor` gives for every name."""
+        made: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, info in self._names.items():
+            if name in self.quantised:
+                made[name] = "U8", (info.shape[0], info.size // info.shape[0])
+            else:
+                made[name] = _FLOATS.get(info.kind, "F32"), info.shape
+        return made
+
+    def kept_tensor(self, name: str) -> Array:
+        """The tensor of a Hugging Face name as a checkpoint keeps it, its rows in Hugging Face's order.
+
+        uint8 [rows, bytes per row] of a quantised matrix, F16 and BF16 as their own bits (uint8 too), everything else float32.
+
+        Raises:
+            ModelError: it holds values that are not finite, or is of a kind that cannot be dequantised.
+        """
+        info = self._names[name]
+        if name in self.quantised:
+            rows = self._raw(info).reshape(info.shape[0], -1)
+            groups = blocks.split(info.kind.name, rows)
+            self._check_finite(info, groups.scales, *(() if groups.minima is None else (groups.minima,)))
+        elif info.kind in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16):
+            self._dequantised(info)
+            rows = self._raw(info).reshape(info.shape[0], -1)
+        else:
+            return self.tensor(name)
+        return self._unpermuted(name, rows)
+
     def tensor(self, name: str) -> Array:
         """The tensor of a Hugging Face name, dequantised: float32, the rows of queries and keys in Hugging Face's order."""
-        values = self._dequantised(self._names[name])
-        if ".q_proj." in name:
-            return _unpermuted(values, self.config.heads)
-        if ".k_proj." in name:
-            return _unpermuted(values, self.config.kv_heads)
-        return values
+        return self._unpermuted(name, self._dequantised(self._names[name]))
+
+    def _unpermuted(self, name: str, rows: Array) -> Array:
+        heads = self.config.heads if ".q_proj." in name else self.config.kv_heads if ".k_proj." in name else 0
+        return _unpermuted(rows, heads) if heads else rows
 
     def tensors(self) -> Iterator[tuple[str, Array]]:
         """Each tensor as `tensor` gives it, one in memory at a time."""
@@ -85,16 +125,21 @@ class GGUFModel:
             yield name, self.tensor(name)
 
     def _dequantised(self, info: TensorInfo) -> Array:
-        field = f"{self.path}: tensor {info.name}"
-        raw = self._data[info.offset : info.offset + info.size]
+        raw = self._raw(info).reshape(quant_shape_to_byte_shape(info.shape, info.kind))
         try:
             with np.errstate(all="ignore"):  # damaged scales overflow; the values are checked below
-                values = dequantize(raw.reshape(quant_shape_to_byte_shape(info.shape, info.kind)), info.kind).reshape(info.shape)
+                values = dequantize(raw, info.kind).reshape(info.shape)
         except NotImplementedError:
-            raise ModelError(f"{field}: {info.kind.name} weights cannot be dequantised") from None
-        if not np.isfinite(values).all():
-            raise ModelError(f"{field}: holds values that are not finite: damaged")
+            raise ModelError(f"{self.path}: tensor {info.name}: {info.kind.name} weights cannot be dequantised") from None
+        self._check_finite(info, values)
         return values
+
+    def _raw(self, info: TensorInfo) -> Array:
+        return self._data[info.offset : info.offset + info.size]
+
+    def _check_finite(self, info: TensorInfo, *numbers: Array) -> None:
+        if not all(np.isfinite(each).all() for each in numbers):
+            raise ModelError(f"{self.path}: tensor {info.name}: holds values that are not finite: damaged")
 
     def _check_kind(self) -> None:
         architecture = self._text("general.architecture")

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -24,7 +24,8 @@ from engine.weights.tokens import TokenFacts, checked_id, end_ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = ("F32", "F16", "BF16")
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 _CHUNK = 1 << 24  # bytes copied at once
 _MAX_DIMS = 8
@@ -38,15 +39,15 @@ _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 class Entry:
     """One tensor of a safetensors file."""
 
-    dtype: str  # "F32" | "F16" | "BF16"
+    dtype: str  # "F32" | "F16" | "BF16" | "U8"
     shape: tuple[int, ...]
     file: Path
     offset: int  # bytes from the start of the file
     size: int  # bytes
 
 
-def read_header(path: Path) -> dict[str, Entry]:
-    """The float tensors of a safetensors file.
+def read_header(path: Path, dtypes: Collection[str] = _FLOATS) -> dict[str, Entry]:
+    """The tensors of a safetensors file, each of one of `dtypes`.
 
     Raises:
         ModelError: the header is not JSON of the known form, or does not fit the file.
@@ -64,7 +65,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise ModelError(f"{path}: safetensors header: expected a JSON object, got {type(header).__name__}")
     header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, said, 8 + size, length) for name, said in header.items()}
+    entries = {name: _entry(path, name, said, 8 + size, length, dtypes) for name, said in header.items()}
     end = 8 + size
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
         if entry.offset != end:
@@ -75,7 +76,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, name: str, said: Any, start: int, length: int) -> Entry:
+def _entry(path: Path, name: str, said: Any, start: int, length: int, dtypes: Collection[str]) -> Entry:
     try:
         dtype, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
         whole = len(shape) <= _MAX_DIMS and all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, begin, end))
@@ -83,8 +84,8 @@ def _entry(path: Path, name: str, said: Any, start: int, length: int) -> Entry:
         whole = False
     if not whole:
         raise ModelError(f"{path}: tensor {name}: expected dtype, shape and data_offsets, got {str(said)[:200]}")
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise ModelError(f"{path}: tensor {name}: dtype: expected one of {', '.join(_ITEM_BYTES)}, got {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in dtypes:
+        raise ModelError(f"{path}: tensor {name}: dtype: expected one of {', '.join(dtypes)}, got {dtype!r}")
     if end - begin != math.prod(shape) * _ITEM_BYTES[dtype] or start + end > length:
         raise ModelError(
             f"{path}: tensor {name}: {dtype} of shape {shape} does not fit bytes {begin} to {end} of {length - start}: "

@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
     layers=2,
     heads=4,
     kv_heads=2,
-    head_dim=8,
+    head_dim=16,  # not hidden_size / heads; the least that the CPU kernels run
     context_length=256,
     rms_eps=1e-5,
     rope_theta=10000.0,
@@ -104,11 +104,13 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, GGMLQuantizationType] | None = None,
 ) -> Path:
     """Write a GGUF file and return it.
 
-    `kind` quantises the two-dimensional weights; `metadata` sets fields (None: leaves one out; ints become uint32, floats float32);
-    `extra` adds tensors. `config.rope_scaling` is not written: give it as `metadata`.
+    `kind` quantises the two-dimensional weights, except those whose Hugging Face name holds a key of `kinds`; `metadata` sets fields
+    (None: leaves one out; ints become uint32, floats float32); `extra` adds tensors. `config.rope_scaling` is not written: give it as
+    `metadata`.
     """
     fields: dict[str, Any] = {
         "llama.context_length": config.context_length,
@@ -140,8 +142,9 @@ def write_gguf(
             _add_field(writer, name, value)
     for name, values in tensors(config, seed).items():
         values = _permuted(values, name, config)
-        if len(values.shape) == 2 and kind != GGMLQuantizationType.F32:
-            writer.add_tensor(_gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
+        own = next((each for part, each in (kinds or {}).items() if part in name), kind)
+        if len(values.shape) == 2 and own != GGMLQuantizationType.F32:
+            writer.add_tensor(_gguf_name(name), gguf.quantize(values, own), raw_dtype=own)
         else:
             writer.add_tensor(_gguf_name(name), values)
     for name, values in (extra or {}).items():

@@ -12,7 +12,7 @@ from engine.core import ModelConfig, ModelError, RopeScaling
 from engine.weights import config as hf_config
 from tests.engine import tiny
 
-FACTORS = (1.0, 2.0, 4.0, 8.0)
+FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # one per frequency
 SCALINGS = [
     RopeScaling(),
     RopeScaling("linear", 4.0),
@@ -88,7 +88,7 @@ def test_yarn_derives_its_factors_as_transformers_does() -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "factor.*nothing"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor.*0"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}}, "low_freq_factor"),
-        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor.*4"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor.*8"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1, 1, 1, "x"], "long_factor": []}}, "short_factor.*'x'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor.*0.5"),
@@ -112,6 +112,6 @@ def test_broken_json_is_refused(tmp_path: Path, text: bytes) -> None:
 def test_transformers_reads_the_same_model(scaling: RopeScaling) -> None:
     from transformers import LlamaConfig
 
-    config = tiny.config(rope_scaling=scaling, head_dim=8, attention_bias=True)
+    config = tiny.config(rope_scaling=scaling, attention_bias=True)
     theirs = LlamaConfig(**hf_config.to_json(config))
     assert hf_config.from_json(theirs.to_dict(), "c") == config

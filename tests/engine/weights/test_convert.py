@@ -6,20 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gguf.constants import GGMLQuantizationType
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from engine.core import ModelError
-from engine.weights import cache, checkpoint, convert
+from engine.weights import cache, checkpoint, child, convert
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.convert import prepare
+from engine.weights.gguf import GGUFModel
+from engine.weights.gguf_header import read_header
 from tests.engine import tiny
+
+Kind = GGMLQuantizationType
 
 
 @pytest.fixture
@@ -31,13 +37,14 @@ def cache_dir(tmp_path: Path) -> Path:
 def children(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The sources that were converted in a child process."""
     sources: list[Path] = []
-    run = convert._run_child
+    run = child.run
 
-    def counted(source: Path, *rest: Any) -> None:
-        sources.append(source)
-        run(source, *rest)
+    def counted(module: str, arguments: Sequence[str], *rest: Any) -> None:
+        assert module == convert.__name__
+        sources.append(Path(arguments[0]))
+        run(module, arguments, *rest)
 
-    monkeypatch.setattr(convert, "_run_child", counted)
+    monkeypatch.setattr(child, "run", counted)
     return sources
 
 
@@ -61,6 +68,42 @@ def test_a_gguf_becomes_a_checkpoint(converted: Checkpoint) -> None:
     assert Tokenizer.from_file(str(converted.tokenizer_path)).encode(text).ids == tiny.tokenizer().encode(text).ids
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_a_ggufs_blocks_are_kept_and_mean_the_same(tmp_path: Path, cache_dir: Path, kind: GGMLQuantizationType) -> None:
+    source = tiny.write_gguf(tmp_path / "m.gguf", kind=kind, kinds={"v_proj": Kind.F16, "up_proj": Kind.BF16, "down_proj": Kind.Q5_1})
+    made = prepare(str(source), cache_dir)
+    expected = {name for name, values in tiny.tensors().items() if values.ndim == 2}
+    others = {name for name in expected if "v_proj" in name or "up_proj" in name or "down_proj" in name}
+    assert made.quantised == dict.fromkeys(expected - others, kind.name)
+    assert made.requantise == {name for name in others if "down_proj" in name}
+    entries, gguf = made.entries(), GGUFModel(source)
+    q_proj = "model.layers.1.self_attn.q_proj.weight"
+    size = {Kind.Q4_0: 18, Kind.Q4_1: 20, Kind.Q8_0: 34}[kind]
+    assert (entries[q_proj].dtype, entries[q_proj].shape) == ("U8", (64, size))
+    assert entries["model.layers.0.self_attn.v_proj.weight"].dtype == "F16"
+    assert entries["model.layers.0.mlp.up_proj.weight"].dtype == "BF16"
+    assert entries["model.layers.0.mlp.down_proj.weight"].dtype == entries["model.norm.weight"].dtype == "F32"
+    tensors = made.tensors()
+    assert tensors.keys() == tiny.tensors().keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(tensor.float().numpy(), gguf.tensor(name), err_msg=name)
+    with pytest.raises(KeyError):
+        tensors["model.layers.9.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize(("kind", "offset"), [(Kind.Q4_0, 0), (Kind.Q4_1, 2), (Kind.Q8_0, 0)])
+def test_a_scale_that_is_not_finite_is_damage(tmp_path: Path, cache_dir: Path, kind: GGMLQuantizationType, offset: int) -> None:
+    source = tiny.write_gguf(tmp_path / "m.gguf", kind=kind)
+    info = read_header(source).tensors["blk.1.ffn_down.weight"]
+    data = bytearray(source.read_bytes())
+    block = info.size // info.shape[0] // 2
+    at = info.offset + 5 * block + offset
+    data[at : at + 2] = np.float16(np.inf).tobytes()
+    source.write_bytes(data)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_down\.weight.*not finite"):
+        prepare(str(source), cache_dir)
+
+
 def test_a_folder_becomes_a_checkpoint_in_its_own_dtype(tmp_path: Path, cache_dir: Path) -> None:
     folder = tiny.write_folder(tmp_path / "hf")
     save_file({name: values.astype(np.float16) for name, values in tiny.tensors().items()}, folder / "model.safetensors")
@@ -68,6 +111,19 @@ def test_a_folder_becomes_a_checkpoint_in_its_own_dtype(tmp_path: Path, cache_di
     assert (made.name, made.config, made.template) == ("hf", tiny.CONFIG, tiny.TEMPLATE)
     for name, values in tiny.tensors().items():
         np.testing.assert_array_equal(made.tensors()[name].numpy(), values.astype(np.float16))
+
+
+@pytest.mark.slow
+def test_transformers_loads_a_checkpoint_of_floats_as_it_is(converted: Checkpoint) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model, report = LlamaForCausalLM.from_pretrained(converted.path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.dtype == torch.float32
+    for name, tensor in converted.tensors().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
 
 
 def test_opening_a_checkpoint_imports_nothing_heavy(converted: Checkpoint) -> None:
@@ -217,11 +273,14 @@ def test_an_unreadable_source_is_a_model_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"version": 0}, "version 1 expected, got 0"),
+        ({"version": 0}, "version 2 expected, got 0"),
         ({"files": None}, "damaged"),
         ({"files": {}}, "None bytes expected"),
         ({"eos_ids": [300]}, "eos_ids"),
         ({"bos_id": "x"}, "bos_id"),
+        ({"quantised": {"model.norm.weight": "Q6_K"}}, "quantised.*Q4_0, Q4_1, Q8_0, got 'Q6_K'"),
+        ({"quantised": {"model.norm.weight": ["Q8_0"]}}, "quantised.*got ..Q8_0"),
+        ({"quantised": None}, "damaged"),
         ({"name": None}, ""),
     ],
 )
@@ -236,6 +295,23 @@ def test_a_manifest_that_lies_is_refused(converted: Checkpoint, tmp_path: Path, 
         return
     with pytest.raises(ModelError, match=names):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "names"),
+    [
+        ({"model.norm.weight": "Q8_0"}, "quantised: expected matrices.*model.norm.weight"),
+        ({"model.layers.7.mlp.up_proj.weight": "Q8_0"}, "quantised: expected matrices.*layers.7"),
+        ({"lm_head.weight": "Q8_0"}, r"lm_head.weight: shape \[300, 34\] expected, \[300, 32\] found"),
+    ],
+)
+def test_blocks_that_are_none_are_refused(converted: Checkpoint, tmp_path: Path, quantised: dict[str, str], names: str) -> None:
+    for file in converted.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    manifest = json.loads((tmp_path / checkpoint.MANIFEST).read_bytes())
+    (tmp_path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"quantised": quantised}))
+    with pytest.raises(ModelError, match=names):
+        Checkpoint(tmp_path).tensors()
 
 
 def test_tensors_that_are_not_the_configs_are_refused(converted: Checkpoint, tmp_path: Path) -> None:

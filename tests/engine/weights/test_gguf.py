@@ -102,7 +102,8 @@ def test_bos_is_added_where_the_kind_of_vocabulary_does(tmp_path: Path, kind: st
     assert GGUFModel(tiny.write_gguf(tmp_path / "m.gguf", metadata=changed)).tokens.add_bos is adds
 
 
-FACTORS = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
+FACTORS = np.array([1, 1.5, 2, 3, 4, 6, 8, 12], np.float32)  # one per frequency
+PLAIN, DOUBLED = tuple(FACTORS.tolist()), tuple((2 * FACTORS).tolist())
 
 
 @pytest.mark.parametrize(
@@ -120,17 +121,17 @@ FACTORS = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
         (
             {},
             {"rope_freqs.weight": FACTORS},
-            RopeScaling("longrope", 1.0, 256, attention_factor=1.0, short_factor=(1, 2, 4, 8), long_factor=(1, 2, 4, 8)),
+            RopeScaling("longrope", 1.0, 256, attention_factor=1.0, short_factor=PLAIN, long_factor=PLAIN),
         ),
         (
             {"type": "linear", "factor": 2.0},
             {"rope_freqs.weight": FACTORS},
-            RopeScaling("longrope", 1.0, 256, attention_factor=1.0, short_factor=(2, 4, 8, 16), long_factor=(2, 4, 8, 16)),
+            RopeScaling("longrope", 1.0, 256, attention_factor=1.0, short_factor=DOUBLED, long_factor=DOUBLED),
         ),
         (
             {"type": "longrope", "factor": 4.0, "original_context_length": 64},
             {"rope_factors_short.weight": FACTORS, "rope_factors_long.weight": 2 * FACTORS},
-            RopeScaling("longrope", 4.0, 64, attention_factor=1.0, short_factor=(1, 2, 4, 8), long_factor=(2, 4, 8, 16)),
+            RopeScaling("longrope", 4.0, 64, attention_factor=1.0, short_factor=PLAIN, long_factor=DOUBLED),
         ),
     ],
 )
@@ -150,7 +151,7 @@ def test_rope_scaling(tmp_path: Path, metadata: dict[str, Any], extra: dict[str,
         ({"llama.block_count": 3}, "model.layers.2"),
         ({"llama.block_count": 1}, "unknown tensors"),
         ({"llama.block_count": 4_000_000_000}, "layers"),
-        ({"llama.embedding_length": 64, "llama.attention.key_length": 8}, "shape"),
+        ({"llama.embedding_length": 64, "llama.attention.key_length": 16}, "shape"),
         ({"llama.feed_forward_length": None}, "llama.feed_forward_length.*nothing"),
         ({"llama.context_length": "long"}, "llama.context_length.*integer.*'?str"),
         ({"llama.context_length": 0}, "context_length"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.weights import fetch
+from engine.weights import checkpoint, fetch
 from engine.weights.cache import default_cache_dir
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.convert import prepare
@@ -44,15 +44,9 @@ def test_tensors_equal_transformers_own_reading_of_the_gguf(default: Checkpoint)
         assert torch.equal(tensor, torch.as_tensor(theirs[name])), name
 
 
-def test_transformers_loads_the_checkpoint_as_it_is(default: Checkpoint) -> None:
-    import torch
-    from transformers import LlamaForCausalLM
-
-    model, report = LlamaForCausalLM.from_pretrained(default.path, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert model.dtype == torch.float32
-    assert torch.equal(model.model.norm.weight, default.tensors()["model.norm.weight"])
+def test_the_checkpoint_is_no_larger_than_its_source(default: Checkpoint) -> None:
+    assert set(default.quantised.values()) == {"Q4_1", "Q8_0"}
+    assert (default.path / checkpoint.WEIGHTS).stat().st_size < fetch.DEFAULT_MODEL.bytes
 
 
 def test_the_default_model_comes_over_the_network(tmp_path: Path) -> None:
