@@ -43,7 +43,7 @@ def create_app(settings: Settings) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with _opened_store(settings) as store:
-            batcher = Batcher(_engine_options(settings))
+            batcher = Batcher(engine_options(settings))
             conversations = Conversations(store, batcher, _salts(settings))
             cut = await conversations.recover()
             if cut:
@@ -94,10 +94,17 @@ async def _connected(url: str) -> AsyncIterator[Store]:
         await store.close()
 
 
-def _engine_options(settings: Settings) -> EngineOptions:
+_LONG_NAMES = {"bf16": "bfloat16"}
+
+
+def engine_options(settings: Settings) -> EngineOptions:
     return EngineOptions(
         model=settings.model,
         cache_dir=settings.cache_dir,
+        kernels=settings.kernels,
+        weights=_LONG_NAMES.get(settings.weights, settings.weights),
+        kv_dtype=_LONG_NAMES.get(settings.kv_dtype or "", settings.kv_dtype or ""),
+        exact=settings.exact,
         threads=settings.threads,
         max_batch_size=settings.max_batch_size,
         max_step_tokens=settings.max_step_tokens,

@@ -66,10 +66,18 @@ class Settings(BaseSettings):
     no_auth: bool = Field(False, description="listen on other addresses than loopback without any API key")
     allowed_hosts: Annotated[list[str], NoDecode] = Field([], description="names (name or name:port) this server is reached by")
     allowed_origins: Annotated[list[str], NoDecode] = Field([], description="foreign pages (https://name:port) that may use it")
+    kernels: Literal["cpu", "reference"] = Field("cpu", description="what computes: compiled kernels, or plain torch, slow and readable")
+    weights: Literal["auto", "int8", "float32", "bf16"] = Field(
+        "auto", description="weights in memory; auto: the model's own; int8: what is not quantised yet is, in groups of 32"
+    )
+    kv_dtype: Literal["float32", "bf16", "int8"] | None = Field(
+        None, description="numbers of the KV cache (default: bf16; float32 with --exact)"
+    )
+    exact: bool = Field(False, description="activations stay float32: slower, and the tokens are those of float32")
     threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: all cores")
     max_batch_size: int = Field(32, ge=1, le=4096, description="conversations that run at once")
     max_step_tokens: int = Field(512, ge=1, le=1 << 20, description="tokens in one step of the model")
-    max_total_tokens: int = Field(16384, ge=1, le=1 << 30, description="tokens the KV pool holds")
+    max_total_tokens: int = Field(32768, ge=1, le=1 << 30, description="tokens the KV pool holds")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     max_queue: int = Field(256, ge=1, le=1 << 20, description="requests that may wait for a place in the batch")
     max_frame_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="longest message a client may send")
@@ -139,6 +147,10 @@ class Settings(BaseSettings):
             )
         if self.max_total_tokens < self.block_size:
             raise ValueError(f"expected max_total_tokens of at least block_size, got {self.max_total_tokens} and {self.block_size}")
+        if self.kernels == "reference" and (self.weights != "auto" or self.kv_dtype or self.exact):
+            raise ValueError("weights, kv_dtype and exact are for the cpu kernels: expected them left alone with kernels reference")
+        if self.kernels == "cpu" and self.block_size % 16:
+            raise ValueError(f"expected a block_size that is a multiple of 16, got {self.block_size}; kernels reference takes any")
         if self.redis_url is not None and self.store == "memory":
             raise ValueError("expected either redis_url or store memory, got both")
         if self.api_key is not None and self.no_auth:

@@ -45,10 +45,14 @@ class ModelError(EngineError):
 class EngineOptions:
     model: str  # "default", a GGUF file, a Hugging Face folder or a hub id
     cache_dir: Path  # where converted models are kept
+    kernels: str = "cpu"  # cpu | reference
+    weights: str = "auto"  # cpu kernels: auto (the model's own) | int8 | float32 | bfloat16
+    kv_dtype: str = ""  # cpu kernels: float32 | bfloat16 | int8; "": bfloat16, or float32 if exact
+    exact: bool = False  # cpu kernels: activations stay float32
     threads: int = 0  # compute threads; 0: one per core
     max_batch_size: int = 32  # sequences running at once
     max_step_tokens: int = 512  # tokens in one step
-    max_total_tokens: int = 16384  # tokens the KV pool holds
+    max_total_tokens: int = 32768  # tokens the KV pool holds
     block_size: int = 16  # tokens per KV block
     max_queue: int = 256  # requests that may wait for a place in the batch
 
@@ -185,7 +189,7 @@ class StepPlan:
 class StepResult:
     """What the runner made of a plan."""
 
-    tokens: list[int]  # one per chunk that samples, in the plan's order
+    tokens: list[int]  # one per chunk that samples, in the plan's order; -1: its logits were no numbers
 
 
 @dataclass(slots=True, frozen=True)

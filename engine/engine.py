@@ -10,25 +10,23 @@ import hashlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-import torch
 
 from engine.blocks import BlockPool
 from engine.chat_template import ChatTemplate
-from engine.core import Delta, EngineOptions, FinishReason, Sequence, StepPlan
+from engine.core import Delta, EngineOptions, FinishReason, Sequence, StepPlan, StepResult
+from engine.decoder import load_decoder
 from engine.detokenizer import TextStream
-from engine.models.llama import Llama
 from engine.runner import Runner
 from engine.scheduler import Limits, Sampled, Scheduler
 from engine.tokenizer import Tokenizer
+from engine.weights.cache import Progress, quiet
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.convert import prepare
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, float | None], None]  # (stage in words, fraction done if known)
 Deltas = list[tuple[int, Delta]]  # (sequence id, what it gained)
 
 STEPS_KEPT = 1024
@@ -44,14 +42,14 @@ class StepRecord:
 
 
 class Engine:
-    def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
-        """Memory-map the weights and allot the KV pool. Raises: ModelError"""
+    def __init__(self, checkpoint: Checkpoint, options: EngineOptions, progress: Progress = quiet) -> None:
+        """Have weights and kernels ready, making what the cache has not, and allot the KV pool. Raises: ModelError, EngineError"""
         config = checkpoint.config
         self.checkpoint = checkpoint
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, checkpoint.eos_ids)
         self.template = ChatTemplate(checkpoint.template, self.tokenizer, **checkpoint.special_tokens)
         blocks = -(-options.max_total_tokens // options.block_size)
-        self.runner = Runner(Llama(config, checkpoint.tensors()), blocks, options.block_size)
+        self.runner = Runner(load_decoder(checkpoint, options, blocks, progress), options.block_size)
         limits = Limits(options.max_batch_size, options.max_step_tokens, config.context_length, frozenset(checkpoint.eos_ids))
         self.scheduler = Scheduler(BlockPool(blocks, options.block_size), limits)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -60,11 +58,10 @@ class Engine:
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Progress) -> Engine:
-        """Fetch and convert the model if this was not done before, then load it. Raises: ModelError"""
-        torch.set_num_threads(options.threads or torch.get_num_threads())
+        """Fetch and convert the model if this was not done before, then load it. Raises: ModelError, EngineError"""
         checkpoint = prepare(options.model, options.cache_dir, progress)
         progress("loading the weights", None)
-        return cls(checkpoint, options)
+        return cls(checkpoint, options, progress)
 
     @property
     def fingerprint(self) -> str:
@@ -93,8 +90,10 @@ class Engine:
             result = self.runner.run(plan)
         except Exception as fault:  # whatever it is, only this step's sequences pay for it
             log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
-            return [(chunk.sequence.id, self._fail(chunk.sequence, fault)) for chunk in plan.chunks]
-        return [(sampled.sequence.id, self._delta(sampled)) for sampled in self.scheduler.advance(plan, result)]
+            return [(chunk.sequence.id, self._fail(chunk.sequence, type(fault).__name__)) for chunk in plan.chunks]
+        plan, result, broken = _parted(plan, result)
+        deltas = [(sequence.id, self._fail(sequence, "the model gave numbers that are none")) for sequence in broken]
+        return deltas + [(sampled.sequence.id, self._delta(sampled)) for sampled in self.scheduler.advance(plan, result)]
 
     def _delta(self, sampled: Sampled) -> Delta:
         sequence, token = sampled.sequence, sampled.token
@@ -114,13 +113,23 @@ class Engine:
         text += stream.flush()
         return Delta(ids, text, stream.exact, sequence.cached, finish, tuple(stream.visible_ids()))
 
-    def _fail(self, sequence: Sequence, fault: Exception) -> Delta:
+    def _fail(self, sequence: Sequence, fault: str) -> Delta:
         self.scheduler.finish(sequence)
         last = self._last(sequence, FinishReason.ERROR)
-        return replace(last, error=f"the engine failed in a step: {type(fault).__name__}")
+        return replace(last, error=f"the engine failed in a step: {fault}")
 
 
 def _record(index: int, plan: StepPlan) -> StepRecord:
     decodes = tuple(chunk.sequence.id for chunk in plan.chunks if chunk.sequence.output and len(chunk.tokens) == 1)
     prefills = tuple((chunk.sequence.id, len(chunk.tokens)) for chunk in plan.chunks if chunk.sequence.id not in decodes)
     return StepRecord(index, decodes, prefills)
+
+
+def _parted(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult, list[Sequence]]:
+    """The plan and the result without the sequences whose logits were no numbers, and these."""
+    if -1 not in result.tokens:
+        return plan, result, []
+    sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+    broken = [sequence for sequence, token in zip(sampling, result.tokens, strict=True) if token < 0]
+    chunks = [chunk for chunk in plan.chunks if chunk.sequence not in broken]
+    return StepPlan(chunks), StepResult([token for token in result.tokens if token >= 0]), broken

@@ -1,31 +1,28 @@
-"""StepPlan -> StepResult on the CPU.
+"""StepPlan -> StepResult.
 
-Owns the KV cache tensor and turns block tables into the tensors that kernels take. Knows neither why a step was planned
-nor what becomes of its tokens. Everything here runs in the engine thread.
+Owns the way from block tables to the numbers that kernels take. Knows neither why a step was planned, nor what becomes of its tokens, nor
+on what it runs. Everything here runs in the engine thread.
 """
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
-from engine import sampler
 from engine.core import StepPlan, StepResult
+from engine.decoder import Decoder
 from engine.kernels.batch import Batch, Span
-from engine.models.llama import Llama
 
 
 class Runner:
-    def __init__(self, model: Llama, blocks: int, block_size: int) -> None:
-        self.model = model
+    def __init__(self, decoder: Decoder, block_size: int) -> None:
+        self.decoder = decoder
         self.block_size = block_size
-        self.cache = model.new_cache(blocks, block_size)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        logits = self.model.forward(self.batch(plan), self.cache)
-        return StepResult(sampler.sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples]))
+        return StepResult(self.decoder.choose(self.batch(plan), [chunk.sequence for chunk in plan.chunks if chunk.samples]))
 
     def batch(self, plan: StepPlan) -> Batch:
+        size = self.block_size
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -34,13 +31,12 @@ class Runner:
         for chunk in plan.chunks:
             stop = chunk.start + len(chunk.tokens)
             table = chunk.sequence.table
-            blocks = table[: -(-stop // self.block_size)]
-            spans.append(Span(len(tokens), len(chunk.tokens), stop, torch.tensor(blocks)))
+            spans.append(Span(len(tokens), len(chunk.tokens), stop, np.array(table[: -(-stop // size)], np.int64)))
             tokens += chunk.tokens
             positions += range(chunk.start, stop)
-            slots += [table[at // self.block_size] * self.block_size + at % self.block_size for at in range(chunk.start, stop)]
+            slots += [table[at // size] * size + at % size for at in range(chunk.start, stop)]
             if chunk.samples:
                 sample_rows.append(len(tokens) - 1)
         return Batch(
-            torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), spans, torch.tensor(sample_rows, dtype=torch.int64)
+            np.array(tokens, np.int64), np.array(positions, np.int64), np.array(slots, np.int64), spans, np.array(sample_rows, np.int64)
         )

@@ -22,7 +22,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def sample(logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[int]:
-    """One token for each row of logits [rows, vocab] float32 and the sequence it belongs to."""
+    """One token for each row of logits [rows, vocab] float32 and the sequence it belongs to; -1 for a row that holds a NaN."""
     return [_choose(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
 
 
@@ -41,6 +41,8 @@ def noise(seed: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
 def _choose(logits: torch.Tensor, sequence: Sequence) -> int:
     params = sequence.sampling
     logits = _biased(_penalised(logits, sequence), params)
+    if logits.isnan().any():
+        return -1
     if params.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     logits = logits.double() / params.temperature

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.weights.cache import default_cache_dir
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.convert import prepare
 from tests.engine import tiny
@@ -19,7 +20,7 @@ from tests.serving import Server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(tmp_path_factory.mktemp("server")).start()
+    running = Server(tmp_path_factory.mktemp("server"), "--exact").start()  # its replies are judged by transformers
     yield running
     running.stop()
 
@@ -40,8 +41,13 @@ def new_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that runs in a blink, as a Hugging Face folder."""
-    return tiny.write_folder(tmp_path_factory.mktemp("tiny") / "model")
+    """A model that runs in a blink, as a Hugging Face folder, with a cache beside it that has the user's compiled kernels."""
+    folder = tiny.write_folder(tmp_path_factory.mktemp("tiny") / "model")
+    (folder.parent / "cache").mkdir()
+    kernels = default_cache_dir() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (folder.parent / "cache" / "kernels").symlink_to(kernels)
+    return folder
 
 
 @pytest.fixture(scope="session")

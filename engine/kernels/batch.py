@@ -1,4 +1,4 @@
-"""The tensors of one step, as every kernel set takes them.
+"""The numbers of one step, as every kernel set takes them.
 
 Owns their layout. Rows are the step's tokens: the chunks of a `StepPlan`, one after the other.
 """
@@ -6,8 +6,11 @@ Owns their layout. Rows are the step's tokens: the chunks of a `StepPlan`, one a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,13 +20,13 @@ class Span:
     first: int  # its first row
     rows: int
     context: int  # tokens up to and including its last row; row r sees positions < context - rows + r + 1
-    table: torch.Tensor  # [ceil(context / block_size)] int64, block ids
+    table: Integers  # [ceil(context / block_size)] block ids
 
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    tokens: torch.Tensor  # [rows] int64
-    positions: torch.Tensor  # [rows] int64
-    slots: torch.Tensor  # [rows] int64: block id * block_size + offset, where the row's K and V go
+    tokens: Integers  # [rows]
+    positions: Integers  # [rows]
+    slots: Integers  # [rows] block id * block_size + offset, where the row's K and V go
     spans: list[Span]
-    sample_rows: torch.Tensor  # [sampling chunks] int64: the rows whose logits are wanted
+    sample_rows: Integers  # [sampling chunks] the rows whose logits are wanted

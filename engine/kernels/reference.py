@@ -48,7 +48,9 @@ def paged_attention(q: torch.Tensor, cache: torch.Tensor, spans: list[Span]) -> 
     out = torch.empty_like(q)
     for span in spans:
         rows = slice(span.first, span.first + span.rows)
-        keys, values = (part[span.table].flatten(0, 1)[: span.context].transpose(0, 1) for part in cache)  # [kv_heads, context, head_dim]
+        keys, values = (
+            part[torch.from_numpy(span.table)].flatten(0, 1)[: span.context].transpose(0, 1) for part in cache
+        )  # [kv_heads, context, head_dim]
         queries = q[rows].view(span.rows, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * span.rows, head_dim)
         scores = torch.bmm(queries, keys.transpose(1, 2)) * head_dim**-0.5  # [kv_heads, group * rows, context]
         if span.rows > 1:

@@ -1,6 +1,6 @@
-"""The Llama-architecture decoder over the kernel interface.
+"""The Llama-architecture decoder in plain torch: the oracle that the other decoders are tested against.
 
-Owns the order of a forward pass and where its weights are. Knows no scheduler, file format or sampling.
+Owns the order of a forward pass and where its weights are. Knows no scheduler and no file format.
 (Llama: Touvron et al., 2023)
 """
 
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core import ModelConfig
+from engine import sampler
+from engine.core import ModelConfig, Sequence
 from engine.kernels import reference as kernels
 from engine.kernels.batch import Batch
 from engine.models import rope
+from engine.weights.checkpoint import Checkpoint
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +52,7 @@ class Llama:
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(config.layers)]
         self.norm = self._tensor("model.norm.weight")
         self.head = self.embedding if config.tied_head else self._tensor("lm_head.weight")
-        self.cos, self.sin = (table.to(dtype) for table in rope.tables(config, config.context_length))
+        self.cos, self.sin = (torch.from_numpy(table).to(dtype) for table in rope.tables(config, config.context_length))
 
     def new_cache(self, blocks: int, block_size: int) -> torch.Tensor:
         """[layers, 2 (keys, values), blocks, block_size, kv_heads, head_dim]; memory is taken as blocks are first written."""
@@ -60,18 +62,19 @@ class Llama:
     def forward(self, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         """Run a step's rows, writing their K and V into `cache`; logits [len(batch.sample_rows), vocab]."""
         config = self.config
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
-        x = self.embedding[batch.tokens]
+        positions, slots = torch.from_numpy(batch.positions), torch.from_numpy(batch.slots)
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = self.embedding[torch.from_numpy(batch.tokens)]
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = kernels.rms_norm(x, layer.input_norm, config.rms_eps)
             q = kernels.rope(layer.q(h).view(-1, config.heads, config.head_dim), cos, sin)
             k = kernels.rope(layer.k(h).view(-1, config.kv_heads, config.head_dim), cos, sin)
             v = layer.v(h).view(-1, config.kv_heads, config.head_dim)
-            kernels.write_kv(layer_cache, k, v, batch.slots)
+            kernels.write_kv(layer_cache, k, v, slots)
             x = x + layer.out(kernels.paged_attention(q, layer_cache, batch.spans).flatten(1))
             h = kernels.rms_norm(x, layer.mlp_norm, config.rms_eps)
             x = x + layer.down(kernels.silu_mul(layer.gate(h), layer.up(h)))
-        return kernels.linear(kernels.rms_norm(x[batch.sample_rows], self.norm, config.rms_eps), self.head)
+        return kernels.linear(kernels.rms_norm(x[torch.from_numpy(batch.sample_rows)], self.norm, config.rms_eps), self.head)
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._weights[name].to(self.dtype)
@@ -92,3 +95,18 @@ class Llama:
             up=projection("mlp.up_proj", mlp),
             down=projection("mlp.down_proj", mlp),
         )
+
+
+class ReferenceDecoder:
+    """The same with its KV cache, as the engine drives it."""
+
+    def __init__(self, checkpoint: Checkpoint, blocks: int, block_size: int, threads: int = 0) -> None:
+        """`threads`: 0 for one per core. Raises: ModelError"""
+        torch.set_num_threads(threads or torch.get_num_threads())
+        self.model = Llama(checkpoint.config, checkpoint.tensors())
+        self.cache = self.model.new_cache(blocks, block_size)
+
+    @torch.inference_mode()
+    def choose(self, batch: Batch, sequences: list[Sequence]) -> list[int]:
+        """Run a step's rows and choose a token for each sampled one; -1 where the logits hold a NaN."""
+        return sampler.sample(self.model.forward(batch, self.cache), sequences)

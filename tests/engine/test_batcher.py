@@ -39,7 +39,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def options(folder: Path, **changes: int) -> EngineOptions:
-    return EngineOptions(model=str(folder), cache_dir=folder.parent / "cache", threads=1, **changes)
+    return EngineOptions(model=str(folder), cache_dir=folder.parent / "cache", kernels="reference", threads=1, **changes)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def engine(tiny_checkpoint: Checkpoint, tmp_path: Path) -> Engine:
 
 def new_engine(checkpoint: Checkpoint, **options: int) -> Engine:
     defaults = {"max_batch_size": 8, "max_step_tokens": 16, "max_total_tokens": 512, "block_size": 4}
-    return Engine(checkpoint, EngineOptions(model="tiny", cache_dir=Path(), **(defaults | options)))
+    return Engine(checkpoint, EngineOptions(model="tiny", cache_dir=Path(), kernels="reference", **(defaults | options)))
 
 
 @pytest.fixture(scope="session")

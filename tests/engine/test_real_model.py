@@ -47,9 +47,10 @@ PROMPTS = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def batcher() -> AsyncIterator[Batcher]:
-    made = Batcher(EngineOptions(model="default", cache_dir=default_cache_dir()))
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["reference", "exact"])
+async def batcher(request: pytest.FixtureRequest) -> AsyncIterator[Batcher]:
+    kinds = {"reference": {"kernels": "reference"}, "exact": {"exact": True}}
+    made = Batcher(EngineOptions(model="default", cache_dir=default_cache_dir(), **kinds[request.param]))  # type: ignore[arg-type]
     made.start()
     await made.settled()
     yield made

@@ -19,7 +19,7 @@ __all__ = ["valkey_url"]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def batcher(tiny_folder: Path) -> AsyncIterator[Batcher]:
-    made = Batcher(EngineOptions(model=str(tiny_folder), cache_dir=tiny_folder.parent / "cache", threads=1))
+    made = Batcher(EngineOptions(model=str(tiny_folder), cache_dir=tiny_folder.parent / "cache", kernels="reference", threads=1))
     made.start()
     await made.settled()
     yield made

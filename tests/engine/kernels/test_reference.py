@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,7 +54,7 @@ def test_paged_attention_is_causal_attention_over_the_right_blocks(data: st.Data
     queries, spans, wanted, first = [], [], [], 0
     for index, (prefix, rows) in enumerate(lengths):
         context = prefix + rows
-        table, order = torch.tensor(order[: blocks[index]]), order[blocks[index] :]
+        table, order = np.array(order[: blocks[index]]), order[blocks[index] :]
         q, k, v = (
             random(rows, heads, head_dim, seed=index),
             random(context, kv_heads, head_dim, seed=50 + index),
@@ -86,5 +87,5 @@ def test_attention_survives_scores_far_below_any_stand_in_for_minus_infinity() -
     k = torch.full((2, 1, 4), -1e3)
     cache = torch.zeros(2, 1, 4, 1, 4)
     reference.write_kv(cache, k, torch.tensor([[[1.0] * 4], [[3.0] * 4]]), torch.tensor([0, 1]))
-    got = reference.paged_attention(q, cache, [Span(0, 2, 2, torch.tensor([0]))])
+    got = reference.paged_attention(q, cache, [Span(0, 2, 2, np.array([0]))])
     assert got.tolist() == [[[1.0] * 4], [[2.0] * 4]]

@@ -1,0 +1,50 @@
+"""What runs a model's steps, chosen by the options: the CPU kernels, or the reference.
+
+Owns the choice and nothing else. Importing this module imports neither torch nor a compiler.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from engine.core import EngineOptions, Sequence
+from engine.weights.cache import Progress
+from engine.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from engine.kernels.batch import Batch
+
+
+class Decoder(Protocol):
+    """One model with its KV cache. Every call comes from the thread that made it."""
+
+    def choose(self, batch: Batch, sequences: list[Sequence]) -> list[int]:
+        """Run a step's rows, writing their K and V, and choose a token for each sampled row, in order.
+
+        sequences: those of `batch.sample_rows`. A row whose logits are no numbers gets -1.
+        """
+        ...
+
+
+def load_decoder(checkpoint: Checkpoint, options: EngineOptions, blocks: int, progress: Progress) -> Decoder:
+    """The decoder that `options` ask for, with `blocks` KV blocks. Raises: ModelError, EngineError"""
+    if options.kernels == "reference":
+        from engine.models.llama import ReferenceDecoder
+
+        return ReferenceDecoder(checkpoint, blocks, options.block_size, options.threads)
+
+    from engine.models.llama_cpu import CpuLlama
+    from engine.weights.packed import prepare_packed
+
+    return CpuLlama(
+        prepare_packed(checkpoint, options.weights, progress),
+        cache_dir=options.cache_dir,
+        threads=options.threads,
+        blocks=blocks,
+        block_size=options.block_size,
+        kv_dtype=options.kv_dtype or ("float32" if options.exact else "bfloat16"),
+        exact=options.exact,
+        max_rows=options.max_step_tokens,
+        max_samples=options.max_batch_size,
+        progress=progress,
+    )

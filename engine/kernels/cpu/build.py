@@ -1,0 +1,116 @@
+"""Compiled stages: made once in a child process, kept in the user's cache, loaded in a blink from then on.
+
+Owns where they are kept and when they are made. The folder's name is a digest of all that machine code depends on: every source file of the
+kernels, the versions of Numba, llvmlite and Python, and the CPU. Knows no stage by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+
+from engine.core import EngineError
+from engine.weights import child
+from engine.weights.cache import Progress, locked
+
+KEPT_SECONDS = 30 * 86400  # an unused folder of other sources, or of another CPU, is removed after this long
+_RUN = "run"  # the loop over stages, which is compiled too
+
+
+def folder(cache_dir: Path) -> Path:
+    """Where the machine code of these sources for this CPU is kept."""
+    from engine.kernels.cpu.features import VNNI
+
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    facts = (
+        numba.__version__,
+        llvmlite.__version__,
+        platform.python_version(),
+        platform.machine(),
+        llvm.get_host_cpu_name(),
+        llvm.get_host_cpu_features().flatten(),
+        VNNI,
+    )
+    digest.update(repr(facts).encode())
+    return cache_dir / "kernels" / digest.hexdigest()[:32]
+
+
+def prepare(cache_dir: Path, names: Iterable[str], progress: Progress) -> None:
+    """Have the stages of these names in the cache, and this process load them from there.
+
+    Several processes may ask at once: one compiles, the others wait for it. Raises: EngineError
+    """
+    home = folder(cache_dir)
+    use(home)
+    wanted = [_RUN, *names]
+    if not _missing(home, wanted):
+        _touch(home)
+        return
+    try:
+        with locked(cache_dir / "locks" / f"kernels-{home.name}", progress):
+            if missing := _missing(home, wanted):
+                child.run(__name__, [str(home), *missing], "compiling the kernels, once", progress)
+        _remove_unused(home)
+    except OSError as fault:
+        raise EngineError(f"the compiled kernels cannot be kept in {home}: {fault}") from fault
+
+
+def use(home: Path) -> None:
+    """Numba keeps what it compiles from now on in `home`."""
+    config: Any = numba.config
+    config.CACHE_DIR = str(home)
+
+
+def compile_all(home: Path, names: Iterable[str], report: Callable[[float], None]) -> None:
+    """In the child: compile these stages, one after the other."""
+    use(home)
+    from engine.kernels.cpu import attention, choose, kv, linear, rows  # noqa: F401  (they declare the stages)
+    from engine.kernels.cpu.stage import STAGES, Team
+
+    home.mkdir(parents=True, exist_ok=True)
+    listed = list(names)
+    for index, name in enumerate(listed):
+        if name == _RUN:
+            Team()
+        else:
+            _ = STAGES[name].address
+        _done(home, name).touch()
+        report((index + 1) / len(listed))
+
+
+def _done(home: Path, name: str) -> Path:
+    return home / f"{name}.done"
+
+
+def _missing(home: Path, names: Iterable[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if not _done(home, name).exists()]
+
+
+def _touch(home: Path) -> None:
+    """Show that the folder is in use."""
+    with contextlib.suppress(OSError):  # a cache made for an image may be read-only
+        _done(home, _RUN).touch()
+
+
+def _remove_unused(home: Path) -> None:
+    for other in home.parent.iterdir():
+        mark = _done(other, _RUN)
+        if other != home and mark.exists() and time.time() - mark.stat().st_mtime > KEPT_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(child.answer(lambda report: compile_all(Path(sys.argv[1]), sys.argv[2:], report)))
