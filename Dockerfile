@@ -13,6 +13,7 @@ COPY static static
 RUN /venv/bin/pip install --no-cache-dir --constraint constraints.txt .
 
 FROM python:3.12-slim-bookworm
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 hocket && install -d -o hocket /data
 COPY --from=build /venv /venv
 USER hocket

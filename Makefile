@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 TORCH := $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 
 # Debian's names. Without venv in the interpreter, python3-venv is added.
-RUN_PACKAGES := ca-certificates
+RUN_PACKAGES := ca-certificates libgomp1
 TEST_PACKAGES := chromium fonts-noto-color-emoji
 PACKAGES ?= $(RUN_PACKAGES)
 

@@ -197,8 +197,8 @@ class Batcher:
             self._tell(self._set_state, Failed(f"the engine thread ended: {type(fault).__name__}: {fault}"))
 
     def _load(self) -> Engine:
-        # libgomp reads this when torch brings it in. Left alone, compute threads that wait for each other spin for so long that a step
-        # takes ten times as long as soon as another process is busy; put to sleep at once, they take twice as long when none is.
+        # libgomp reads this when it is brought in. Left alone, its threads spin between steps for so long that whoever else wants a core
+        # waits, the event loop included; put to sleep at once, they take a while to wake for every step.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         from engine.engine import Engine
 

@@ -51,7 +51,7 @@ class EngineOptions:
     exact: bool = False  # cpu kernels: activations stay float32
     threads: int = 0  # compute threads; 0: one per core
     max_batch_size: int = 32  # sequences running at once
-    max_step_tokens: int = 512  # tokens in one step
+    max_step_tokens: int = 128  # tokens in one step
     max_total_tokens: int = 32768  # tokens the KV pool holds
     block_size: int = 16  # tokens per KV block
     max_queue: int = 256  # requests that may wait for a place in the batch

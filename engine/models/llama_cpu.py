@@ -94,14 +94,14 @@ class CpuLlama:
         self._kv_dtype = kv_dtype
         self._group = config.heads // config.kv_heads
         self._block_rows = max(1, at.QUERIES // self._group)
-        self._layer_bytes = blocks * block_size // kv.PAGE * kv.page_bytes(kv.KV_TYPES[kv_dtype], config.kv_heads, config.head_dim)
+        layer_bytes = kv.page_bytes(kv.KV_TYPES[kv_dtype], config.kv_heads, config.head_dim)
         self._max_samples = max_samples
         self._vocab_stride = packed.head.padded_outputs
         self._choices = Choices(config.vocab_size)
         self._step = np.zeros(ro.STEP_FIELDS, np.int64)
         self._made = program = _Program()
         # Zeros: memory is taken as pages are first written, and no lane of a page ever holds a NaN that nobody wrote.
-        self._cache = np.zeros(config.layers * self._layer_bytes, np.uint8)
+        self._cache = np.zeros((blocks * block_size // kv.PAGE, config.layers, layer_bytes), np.uint8)
         self._logits = np.empty((max_samples, self._vocab_stride), np.float32)
         self._build(program, max_rows)
         self._program = np.zeros((len(program.rows), COLUMNS), np.int64)
@@ -251,7 +251,8 @@ class CpuLlama:
                 config.heads,
                 config.kv_heads,
                 config.head_dim,
-                self._cache.ctypes.data + index * self._layer_bytes,
+                self._cache[:, index].ctypes.data,
+                self._cache.strides[0],
                 cos,
                 sin,
                 mixed,

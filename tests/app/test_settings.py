@@ -28,7 +28,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.data_dir == Path("/home/ana/.local/share/hocket")
     assert settings.cache_dir == Path("/home/ana/.cache/hocket")
     assert (settings.store, settings.redis_url) == ("embedded", None)
-    assert (settings.max_batch_size, settings.max_step_tokens, settings.max_total_tokens, settings.block_size) == (32, 512, 32768, 16)
+    assert (settings.max_batch_size, settings.max_step_tokens, settings.max_total_tokens, settings.block_size) == (32, 128, 32768, 16)
     assert (settings.threads, settings.max_queue, settings.max_frame_bytes, settings.log_level) == (0, 256, 4 * 1024 * 1024, "info")
     assert settings.keys.owner({"headers": []}) == "local"
     assert settings.hosts == ["127.0.0.1", "localhost", "127.0.0.1", "[::1]"]

@@ -25,6 +25,7 @@ from engine.kernels.cpu.kv import (
     OUT,
     OUT_STRIDE,
     PAGE,
+    PAGE_STRIDE,
     PARTS,
     QKV,
     QKV_STRIDE,
@@ -264,7 +265,7 @@ def _attending(kind: int) -> Any:
         group, rows, first_row = heads // kv_heads, get(block, BLOCK_ROWS), get(block, BLOCK_ROW)
         position = get(get(step, POSITIONS), first_row)
         kv = get(table, CACHE) + head * per_head
-        page_stride = kv_heads * per_head
+        page_stride = get(table, PAGE_STRIDE)
         part = get(block, BLOCK_PART)
         state_bytes = STATE_HEAD + 4 * head_dim
         total = rows * group

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import platform
 import shutil
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 import numba
+from numba.core.bytecode import FunctionIdentity
 
 from engine.core import EngineError
 from engine.weights import child
@@ -60,6 +62,7 @@ def prepare(cache_dir: Path, names: Iterable[str], progress: Progress) -> None:
         _touch(home)
         return
     try:
+        home.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / "locks" / f"kernels-{home.name}", progress):
             if missing := _missing(home, wanted):
                 child.run(__name__, [str(home), *missing], "compiling the kernels, once", progress)
@@ -80,7 +83,8 @@ def compile_all(home: Path, names: Iterable[str], report: Callable[[float], None
     from engine.kernels.cpu import attention, choose, kv, linear, rows  # noqa: F401  (they declare the stages)
     from engine.kernels.cpu.stage import STAGES, Team
 
-    home.mkdir(parents=True, exist_ok=True)
+    # Numba counts functions from 1 in every process and names their symbols by it: what one child compiled would call what another did.
+    FunctionIdentity._unique_ids = itertools.count(time.time_ns())
     listed = list(names)
     for index, name in enumerate(listed):
         if name == _RUN:
@@ -108,7 +112,8 @@ def _touch(home: Path) -> None:
 def _remove_unused(home: Path) -> None:
     for other in home.parent.iterdir():
         mark = _done(other, _RUN)
-        if other != home and mark.exists() and time.time() - mark.stat().st_mtime > KEPT_SECONDS:
+        used = (mark if mark.exists() else other).stat().st_mtime
+        if other != home and time.time() - used > KEPT_SECONDS:
             shutil.rmtree(other, ignore_errors=True)
 
 

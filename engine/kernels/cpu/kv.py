@@ -1,9 +1,9 @@
 """The paged KV cache: its layout, and how rows get into it.
 
-Owns the pages. A page of a layer holds 16 positions of every KV head: for each head the keys [head_dim, 16], the values [16, head_dim], and
-with int8 the 16 scales of the keys and the 16 of the values, float32. A KV block is block_size / 16 pages in a row; slot s
-(block * block_size + offset) is position s % 16 of page s // 16. Keys lie so that 16 positions are scored at once, values so that 16
-numbers of a head are mixed at once. Knows nothing of attention beyond that.
+Owns the pages. A page holds 16 positions of every layer, one layer after the other, and in a layer those of every KV head: for each the
+keys [head_dim, 16], the values [16, head_dim], and with int8 the 16 scales of the keys and the 16 of the values, float32. A KV block is
+block_size / 16 pages in a row; slot s (block * block_size + offset) is position s % 16 of page s // 16. Keys lie so that 16 positions are
+scored at once, values so that 16 numbers of a head are mixed at once. Knows nothing of attention beyond that.
 
 Sources: PagedAttention (Kwon et al., 2023), rotary positions (Su et al., 2021).
 """
@@ -18,21 +18,23 @@ from numba import njit
 from engine.kernels.cpu.rows import POSITIONS, SLOTS
 from engine.kernels.cpu.simd import (
     add,
+    f32_zero,
     get,
+    larger_magnitude,
+    largest_magnitude,
     ld_f32,
     load_f32,
     mul,
-    reduce_max,
+    put_bf16,
+    put_f32,
+    put_i8,
     round_i32,
     splat,
-    st_bf16,
     st_f32,
-    st_i8,
     store_bf16,
     store_f32,
     store_i8,
     sub,
-    vabs,
 )
 from engine.kernels.cpu.stage import Stage, stage
 
@@ -42,12 +44,11 @@ KV_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
 ITEM_BYTES = (4, 2, 1)  # by KV type
 
 # The table of a layer's attention and its cache: int64. Addresses unless said otherwise.
-QKV, QKV_STRIDE, HEADS, KV_HEADS, HEAD_DIM, CACHE, COS, SIN, OUT, OUT_STRIDE, PARTS, SCRATCH, SCRATCH_STRIDE, TARGET, ATTENTION_FIELDS = (
-    range(15)
-)
-#   QKV: float32 rows of queries, keys, values, QKV_STRIDE bytes apart; CACHE: the layer's pages; COS, SIN: float32
-#   [positions, head_dim / 2]; OUT: float32 rows, OUT_STRIDE bytes apart; PARTS: states of tiles that wait for `merge`; SCRATCH:
-#   SCRATCH_STRIDE bytes for each thread; TARGET: the input's table that `merge` writes
+QKV, QKV_STRIDE, HEADS, KV_HEADS, HEAD_DIM, CACHE, PAGE_STRIDE, COS, SIN = range(9)
+OUT, OUT_STRIDE, PARTS, SCRATCH, SCRATCH_STRIDE, TARGET, ATTENTION_FIELDS = range(9, 16)
+#   QKV: float32 rows of queries, keys, values, QKV_STRIDE bytes apart; CACHE: the layer's part of page 0, PAGE_STRIDE bytes from page to
+#   page; COS, SIN: float32 [positions, head_dim / 2]; OUT: float32 rows, OUT_STRIDE bytes apart; PARTS: states of tiles that wait for
+#   `merge`; SCRATCH: SCRATCH_STRIDE bytes for each thread; TARGET: the input's table that `merge` writes
 
 
 def page_bytes(kind: int, kv_heads: int, head_dim: int) -> int:
@@ -61,6 +62,17 @@ def head_bytes(kind, head_dim):
     return 2 * PAGE * head_dim * ITEM_BYTES[kind] + (2 * PAGE * 4 if kind == INT8 else 0)
 
 
+@njit(nogil=True, error_model="numpy")
+def _scaled(x, head_dim, scale):
+    """Write the scale of a head's numbers as int8 to address `scale`; returns its inverse. NaN stays NaN in the scale."""
+    peak = f32_zero()
+    for i in range(0, 4 * head_dim, 64):
+        peak = larger_magnitude(peak, load_f32(x + i))
+    largest = largest_magnitude(peak, peak)
+    st_f32(scale, largest / np.float32(127.0))
+    return np.float32(127.0) / largest if largest > np.float32(1e-30) else np.float32(0.0)
+
+
 def _writer(kind: int) -> Any:
     """write(head, head_dim, slot, key, value): one position of one head into its page at address `head`."""
     size = ITEM_BYTES[kind]
@@ -69,29 +81,20 @@ def _writer(kind: int) -> Any:
     def write(head, head_dim, slot, key, value):
         values = head + PAGE * head_dim * size + slot * head_dim * size
         if kind == INT8:
-            key_scale, value_scale = np.float32(0.0), np.float32(0.0)
-            for i in range(0, 4 * head_dim, 64):
-                key_scale = max(key_scale, reduce_max(vabs(load_f32(key + i))))
-                value_scale = max(value_scale, reduce_max(vabs(load_f32(value + i))))
-            key_inverse = np.float32(127.0) / key_scale if key_scale > np.float32(1e-30) else np.float32(0.0)
-            value_inverse = np.float32(127.0) / value_scale if value_scale > np.float32(1e-30) else np.float32(0.0)
             scales = head + 2 * PAGE * head_dim
-            st_f32(scales + 4 * slot, key_scale / np.float32(127.0))
-            st_f32(scales + 4 * PAGE + 4 * slot, value_scale / np.float32(127.0))
-            for i in range(0, head_dim, 16):
-                store_i8(values + i, round_i32(mul(load_f32(value + 4 * i), splat(value_inverse))))
-            for i in range(head_dim):
-                st_i8(head + PAGE * i + slot, np.int64(np.rint(ld_f32(key + 4 * i) * key_inverse)))
-        elif kind == BFLOAT16:
-            for i in range(0, head_dim, 16):
-                store_bf16(values + 2 * i, load_f32(value + 4 * i))
-            for i in range(head_dim):
-                st_bf16(head + 2 * (PAGE * i + slot), ld_f32(key + 4 * i))
-        else:
-            for i in range(0, head_dim, 16):
-                store_f32(values + 4 * i, load_f32(value + 4 * i))
-            for i in range(head_dim):
-                st_f32(head + 4 * (PAGE * i + slot), ld_f32(key + 4 * i))
+            key_inverse = splat(_scaled(key, head_dim, scales + 4 * slot))
+            value_inverse = splat(_scaled(value, head_dim, scales + 4 * PAGE + 4 * slot))
+        for i in range(0, head_dim, 16):
+            k, v, column = load_f32(key + 4 * i), load_f32(value + 4 * i), head + (PAGE * i + slot) * size
+            if kind == INT8:
+                put_i8(column, PAGE, round_i32(mul(k, key_inverse)))
+                store_i8(values + i, round_i32(mul(v, value_inverse)))
+            elif kind == BFLOAT16:
+                put_bf16(column, 2 * PAGE, k)
+                store_bf16(values + 2 * i, v)
+            else:
+                put_f32(column, 4 * PAGE, k)
+                store_f32(values + 4 * i, v)
 
     return write
 
@@ -125,7 +128,7 @@ def _storing(kind: int) -> Any:
             for head in range(heads + kv_heads):
                 _rotate(x + head * size, head_dim, cos, sin)
             slot = get(get(step, SLOTS), row)
-            page = get(table, CACHE) + slot // PAGE * kv_heads * of_head
+            page = get(table, CACHE) + slot // PAGE * get(table, PAGE_STRIDE)
             for head in range(kv_heads):
                 key = x + (heads + head) * size
                 write(page + head * of_head, head_dim, slot % PAGE, key, key + kv_heads * size)

@@ -87,21 +87,6 @@ def st_i64(b, addr, value):
     emit_store(b, addr, value, 8)
 
 
-@op(types.void, address, types.int64)
-def st_i8(b, addr, value):
-    emit_store(b, addr, b.trunc(value, I8))
-
-
-@op(types.void, address, types.float32)
-def st_bf16(b, addr, value):
-    """Rounded to nearest even; NaN stays NaN."""
-    bits = b.bitcast(value, I32)
-    even = b.and_(b.lshr(bits, I32(16)), I32(1))
-    rounded = b.lshr(b.add(bits, b.add(even, I32(0x7FFF))), I32(16))
-    kept = b.select(b.fcmp_unordered("uno", value, value), I32(0x7FC0), rounded)
-    emit_store(b, addr, b.trunc(kept, I16), 2)
-
-
 @op(types.float32, address)
 def bf16_at(b, addr):
     return b.bitcast(b.shl(b.zext(emit_load(b, addr, I16, 2), I32), I32(16)), F32)
@@ -168,14 +153,40 @@ def store_split(b, high, low, v):
     emit_store(b, low, b.trunc(b.sub(v, b.shl(upper, lanes(8, I32X16))), ir.VectorType(I8, LANES)))
 
 
-@op(types.void, address, f32x16)
-def store_bf16(b, addr, v):
+def _bf16(b: Any, v: Any) -> Any:
     """Rounded to nearest even; NaN stays NaN."""
     bits = b.bitcast(v, I32X16)
     even = b.and_(b.lshr(bits, lanes(16, I32X16)), lanes(1, I32X16))
     rounded = b.lshr(b.add(bits, b.add(even, lanes(0x7FFF, I32X16))), lanes(16, I32X16))
     kept = b.select(b.fcmp_unordered("uno", v, v), lanes(0x7FC0, I32X16), rounded)
-    emit_store(b, addr, b.trunc(kept, ir.VectorType(I16, LANES)), 2)
+    return b.trunc(kept, ir.VectorType(I16, LANES))
+
+
+@op(types.void, address, f32x16)
+def store_bf16(b, addr, v):
+    """Rounded to nearest even; NaN stays NaN."""
+    emit_store(b, addr, _bf16(b, v), 2)
+
+
+def _put(b: Any, addr: Any, stride: Any, v: Any) -> None:
+    """Each lane by itself, `stride` bytes apart."""
+    for index in range(v.type.count):
+        emit_store(b, b.add(addr, b.mul(stride, I64(index))), b.extract_element(v, I32(index)))
+
+
+@op(types.void, address, types.intp, f32x16)
+def put_f32(b, addr, stride, v):
+    _put(b, addr, stride, v)
+
+
+@op(types.void, address, types.intp, f32x16)
+def put_bf16(b, addr, stride, v):
+    _put(b, addr, stride, _bf16(b, v))
+
+
+@op(types.void, address, types.intp, i32x16)
+def put_i8(b, addr, stride, v):
+    _put(b, addr, stride, b.trunc(v, ir.VectorType(I8, LANES)))
 
 
 def prefetch_lines(count: int) -> Any:
@@ -249,11 +260,6 @@ def vmax(b, x, y):
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-@op(f32x16, f32x16)
-def vabs(b, x):
-    return emit_call(b, "llvm.fabs.v16f32", F32X16, x)
-
-
 @op(f32x16, i32x16)
 def to_f32(b, x):
     return b.sitofp(x, F32X16)
@@ -269,12 +275,22 @@ def round_i32(b, x):
     return b.sub(b.bitcast(b.fadd(x, lanes(_ROUND)), I32X16), lanes(_ROUND_BITS, I32X16))
 
 
+def _larger(b: Any, x: Any, y: Any) -> Any:
+    """The bits of the larger magnitude of each pair. Without their sign, floats order as integers, and NaN is above all."""
+    bits = [b.and_(b.bitcast(v, I32X16), lanes(0x7FFFFFFF, I32X16)) for v in (x, y)]
+    return b.select(b.icmp_signed(">", *bits), *bits)
+
+
+@op(f32x16, f32x16, f32x16)
+def larger_magnitude(b, x, y):
+    """Of each pair; NaN where either is."""
+    return b.bitcast(_larger(b, x, y), F32X16)
+
+
 @op(types.float32, f32x16, f32x16)
 def largest_magnitude(b, x, y):
-    """Of all lanes of both; NaN if any is: without their sign, floats order as integers, and NaN is above all."""
-    bits = [b.and_(b.bitcast(v, I32X16), lanes(0x7FFFFFFF, I32X16)) for v in (x, y)]
-    larger = b.select(b.icmp_signed(">", *bits), *bits)
-    return b.bitcast(emit_call(b, "llvm.vector.reduce.smax.v16i32", I32, larger), F32)
+    """Of all lanes of both; NaN if any is."""
+    return b.bitcast(emit_call(b, "llvm.vector.reduce.smax.v16i32", I32, _larger(b, x, y)), F32)
 
 
 @op(f32x16, f32x16, types.int64, types.float32)
@@ -313,9 +329,9 @@ def _halved(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 @op(f32x16, f32x16)
 def vexp(b, x):
-    """e ** x, relative error about 2e-7; below -87 as at -87, above 88 as at 88. exp(0) is exactly 1. (Cephes' expf)"""
+    """e ** x, relative error about 2e-7; below -87 as at -87, above 87 as at 87. exp(0) is exactly 1. (Cephes' expf)"""
     x = b.select(b.fcmp_ordered("<", x, lanes(-87.0)), lanes(-87.0), x)
-    x = b.select(b.fcmp_ordered(">", x, lanes(88.0)), lanes(88.0), x)
+    x = b.select(b.fcmp_ordered(">", x, lanes(87.0)), lanes(87.0), x)
     shifted = b.fadd(b.fmul(x, lanes(1.4426950408889634)), lanes(_ROUND))
     n, power = b.fsub(shifted, lanes(_ROUND)), b.sub(b.bitcast(shifted, I32X16), lanes(_ROUND_BITS, I32X16))
     r = emit_fma(b, n, lanes(2.12194440e-4), emit_fma(b, n, lanes(-0.693359375), x))

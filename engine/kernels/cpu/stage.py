@@ -118,9 +118,9 @@ class Team:
         _config.THREADING_LAYER = "omp"
         self.threads = thread_count(threads)
         self._claim()
-        numba.set_num_threads(self.threads)
         self._counters = np.zeros(0, np.int64)
         try:
+            numba.set_num_threads(self.threads)  # which starts them
             self.run(np.zeros((0, COLUMNS), np.int64), np.zeros(1, np.int64))
         except ValueError as fault:
             raise EngineError(f"OpenMP's library is missing: install libgomp1 (Debian's name) and start again ({fault})") from fault

@@ -75,12 +75,12 @@ def test_outputs_are_those_of_float64(
 @UNHURRIED
 @given(row_counts, input_sizes, output_sizes, seeds)
 def test_the_relative_error_is_small(kind: str, form_name: str, count: int, inputs: int, outputs: int, seed: int) -> None:
-    """Over all outputs of rows as a model has them: 1e-2 with int8 activations, 1e-4 with fine ones, 1e-5 with float32."""
+    """1e-2 with int8 activations, 1e-4 with fine ones, 1e-5 with float32, of the size of rows and weights; few outputs may cancel out."""
     random, form = np.random.default_rng(seed), FORM_NAMES[form_name]
     layer, x = weights(kind, outputs, inputs, random), random.standard_normal((count, inputs)).astype(np.float32)
     expected = x.astype(np.float64) @ layer.dequantised().T
     error = np.linalg.norm(product(kind, form, layer, x)[:, :outputs] - expected)
-    assert error <= ALLOWED[form] * max(np.linalg.norm(expected), 1e-3 * np.sqrt(expected.size))
+    assert error <= ALLOWED[form] * np.linalg.norm(x) * np.linalg.norm(layer.dequantised())
 
 
 @pytest.mark.parametrize(("kind", "form_name"), [("q4_1", "fine"), ("q8_0", "coarse"), ("q4_0", "plain"), ("float32", "plain")])
@@ -101,7 +101,7 @@ def test_swiglu(kind: str, form_name: str, count: int, inputs: int, units: int, 
     """silu(gate) * up of units of 32 gates and 32 ups, in the form in which the next layer wants it."""
     random, memory, form = np.random.default_rng(seed), Memory(), FORM_NAMES[form_name]
     layer = weights(kind, 64 * units, inputs, random)
-    x = random.standard_normal((count, inputs)).astype(np.float32)
+    x = (random.standard_normal((count, inputs)) * 8 / np.sqrt(inputs)).astype(np.float32)
     source = Input(memory, form, count, inputs, kind).fill(memory, x)
     target = Input(memory, FORM_NAMES[into[1]], count, 32 * units, into[0])
     bias = random.standard_normal(64 * units).astype(np.float32) if biased else None
@@ -194,9 +194,7 @@ def test_a_broken_row_is_seen_after_swiglu() -> None:
             x = activations(random, 3, 64, "normal")
             x[1, 5] = np.nan
             target = Input(memory, into, 3, 32, "q4_1")
-            Linear(
-                memory, weights(kind, 64, 64, random), Input(memory, form, 3, 64, kind).fill(memory, x), li.SWIGLU, target=target
-            ).run()
+            Linear(memory, weights(kind, 64, 64, random), Input(memory, form, 3, 64, kind).fill(memory, x), li.SWIGLU, target=target).run()
             values = target.values()
             assert np.isnan(values[1]).all()
             assert np.isfinite(values[[0, 2]]).all()

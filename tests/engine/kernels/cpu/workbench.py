@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,15 @@ STEPS = {COARSE: 127, FINE: 127 * 256}  # by which a group's largest number is d
 GUARD = 0xA5  # in every byte that no kernel may touch
 
 
+def have(*stages: Stage) -> None:
+    """Have stages in the user's cache of kernels. Those that are asked for together are compiled together, which is quicker."""
+    build.prepare(default_cache_dir(), [stage.name for stage in stages], quiet)
+
+
 @cache
 def compiled(stage: Stage) -> Any:
-    """The stage's machine code as a Python function of its five integers, from the user's cache of kernels."""
-    build.prepare(default_cache_dir(), [stage.name], quiet)
+    """The stage's machine code as a Python function of its five integers."""
+    have(stage)
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(stage.address)
 
 
@@ -82,14 +88,14 @@ class Memory:
 def run(stage: Stage, table: int, step: int, items: int, pieces: Sequence[int] = (), thread: int = 0) -> None:
     """Run items 0 .. items - 1 on this thread: in one call, or in calls that end at `pieces` too, the last one first."""
     ends = sorted({0, items, *(piece for piece in pieces if 0 < piece < items)})
-    for first, last in reversed(list(zip(ends, ends[1:], strict=False))):
+    for first, last in reversed(list(pairwise(ends))):
         compiled(stage)(table, step, first, last, thread)
 
 
 def program(*stages: tuple[int, int, int, int]) -> Array:
     """Rows of (function, table, items, chunk)."""
     made = np.zeros((len(stages), COLUMNS), np.int64)
-    made[:, [FUNCTION, TABLE, ITEMS, CHUNK]] = stages
+    made[:, [FUNCTION, TABLE, ITEMS, CHUNK]] = np.array(stages, np.int64).reshape(-1, 4)
     return made
 
 

@@ -1,0 +1,66 @@
+"""Without the CPU's own instruction for bytes, and without its widest vectors, the integer kernels give the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from engine.kernels.cpu import features
+from tests.engine.kernels.cpu import integers
+from tests.engine.kernels.cpu.workbench import Array
+
+ROOT = Path(__file__).parents[4]
+
+
+def in_a_process(tmp_path: Path, *names: str, **environment: str) -> dict[str, Array]:
+    """What `integers` gives in a fresh process with a cache of its own and HOCKET_SIMD=portable."""
+    out = tmp_path / "out.npz"
+    environment = {**os.environ, "HOCKET_SIMD": "portable", "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
+    command = [sys.executable, "-m", "tests.engine.kernels.cpu.integers", str(out), *names]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    with np.load(out) as made:
+        assert not made["vnni"]
+        return {name: made[name] for name in made.files if name != "vnni"}
+
+
+def check(mine: dict[str, Array], theirs: dict[str, Array]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, values in mine.items():
+        assert values.dtype == theirs[name].dtype
+        assert values.tobytes() == theirs[name].tobytes(), name
+
+
+def test_the_instruction_is_used_where_there_is_one() -> None:
+    if os.environ.get("HOCKET_SIMD") == "portable":
+        pytest.skip("HOCKET_SIMD=portable is set")
+    assert bool(llvm.get_host_cpu_features().get("avx512vnni")) == features.VNNI
+
+
+def test_dots_of_bytes_are_exact(tmp_path: Path) -> None:
+    """With the instruction, if there is one, and without: nothing saturates, signs are right, every lane has its own bytes."""
+    mine, theirs = integers.dots(), in_a_process(tmp_path)
+    for made in (mine, theirs):
+        np.testing.assert_array_equal(made["dot"], made["dot_expected"])
+        np.testing.assert_array_equal(made["rows"], made["rows_expected"])
+    check(mine, theirs)
+
+
+@pytest.mark.slow
+def test_linear_layers_have_the_same_bits(tmp_path: Path) -> None:
+    names = ["q4_1 coarse", "q4_1 fine", "q8_0 coarse", "q8_0 fine"]
+    check(integers.linears(names), in_a_process(tmp_path, *names))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not llvm.get_default_triple().startswith("x86_64"), reason="names an x86 CPU")
+def test_linear_layers_have_the_same_bits_on_an_older_cpu(tmp_path: Path) -> None:
+    """Compiled for one with vectors of half the width."""
+    names = ["q4_1 fine", "q8_0 coarse"]
+    check(integers.linears(names), in_a_process(tmp_path, *names, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=""))
