@@ -1,4 +1,4 @@
-"""The command `hocket`: serve, model, bench.
+"""The command `hocket`: serve, model, warmup, bench.
 
 Owns the process: its arguments, log, listening socket, exit code and the line that says it is ready. Imports a command's parts only when
 that command runs, so that `--help` is quick and nothing here loads torch.
@@ -12,7 +12,7 @@ import logging
 import runpy
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ USAGE = """usage: hocket COMMAND [flags]
 
   hocket serve    run the server
   hocket model    fetch and convert the model, and say what it is
+  hocket warmup   have all that serve makes once ready in the cache, compiled kernels included
   hocket bench    measure a server's speed (from a checkout)
   hocket --version
 
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return serve(load(flags, "hocket serve"))
             case ["model", *flags]:
                 return model(load(flags, "hocket model"))
+            case ["warmup", *flags]:
+                return warmup(load(flags, "hocket warmup"))
             case ["bench", *rest]:
                 return bench(rest)
             case ["--version" | "-V"]:
@@ -109,6 +112,36 @@ def model(settings: Settings) -> int:
         f"context     {checkpoint.config.context_length:,} tokens\n"
     )
     return 0
+
+
+def warmup(settings: Settings) -> int:
+    """Have model and kernels ready in the cache, so that a server with the same flags makes nothing when it starts."""
+    from app.server import engine_options
+    from engine.core import EngineError
+    from engine.decoder import load_decoder
+    from engine.weights.convert import prepare
+
+    options, meter = engine_options(settings), _Meter()
+    try:
+        checkpoint = prepare(options.model, options.cache_dir, meter.show)
+        kernels = _compiled(options.cache_dir, meter.show) if options.kernels == "cpu" else "plain torch, with nothing to compile"
+        load_decoder(checkpoint, options, 1, meter.show)  # packs the weights, and shows that this machine can run them
+    except EngineError as fault:
+        meter.end()
+        _complain(f"hocket warmup: {fault}")
+        return FAILED
+    meter.end()
+    sys.stdout.write(f"model    {checkpoint.name}, in {checkpoint.path.parent}\nkernels  {kernels}\n")
+    return 0
+
+
+def _compiled(cache_dir: Path, progress: Callable[[str, float | None], None]) -> str:
+    """Have every kernel compiled, whichever this model and these settings need; say how many and where. Raises: EngineError"""
+    from engine.kernels.cpu import attention, build, choose, kv, linear, rows  # noqa: F401  (they declare the stages)
+    from engine.kernels.cpu.stage import STAGES
+
+    build.prepare(cache_dir, STAGES, progress)
+    return f"{len(STAGES)}, compiled for this CPU, in {build.folder(cache_dir)}"
 
 
 def bench(arguments: Sequence[str]) -> int:

@@ -17,6 +17,9 @@ import pytest
 from app import cli
 from app.cli import listen, main
 from engine.core import ModelConfig
+from engine.weights.cache import default_cache_dir
+from tests.engine import tiny
+from tests.serving import Server
 
 ROOT = Path(cli.__file__).parent.parent
 
@@ -250,3 +253,76 @@ def test_bench_hands_its_arguments_on(capsys: pytest.CaptureFixture[str], monkey
     finally:
         sys.modules.pop("benchmarks", None)
     assert capsys.readouterr().out == "['--rows', '8']\n"
+
+
+def cache_with_kernels(parent: Path) -> Path:
+    """A cache of its own but for the user's compiled kernels."""
+    (parent / "cache").mkdir()
+    kernels = default_cache_dir() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (parent / "cache" / "kernels").symlink_to(kernels)
+    return parent / "cache"
+
+
+def files(folder: Path) -> dict[str, int]:
+    """What lies under it, and when each was last written."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.suffix != ".done"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # all kernels, if they were never compiled
+@pytest.mark.parametrize("flags", [(), ("--weights", "int8", "--exact", "--kv-dtype", "int8")])
+def test_after_warmup_a_server_makes_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    from engine.kernels.cpu import build
+    from engine.kernels.cpu.stage import STAGES
+
+    cache, model = cache_with_kernels(tmp_path), tiny.write_folder(tmp_path / "tiny-model")
+    flags = ("--model", str(model), "--cache-dir", str(cache), *flags)
+    command = [sys.executable, "-m", "app.cli", "warmup", *flags]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    lines = made.stdout.splitlines()
+    assert lines[0] == f"model    tiny-model, in {cache / 'converted'}"
+    assert lines[1].startswith("kernels  ") and lines[1].endswith(f", compiled for this CPU, in {build.folder(cache)}")
+    assert len(lines) == 2
+    stages = made.stderr.splitlines()
+    assert {"converting the model", "packing the weights"} <= set(stages)
+    missing = [name for name in STAGES if not (build.folder(cache) / f"{name}.done").exists()]
+    assert STAGES and not missing, "every stage, not only this model's"
+    before = files(cache / "converted"), files(build.folder(cache))
+    server = Server(tmp_path / "data", *flags)
+    server.start()
+    log = server.log
+    server.stop()
+    assert "is loaded" in log
+    for stage in ("converting", "packing", "compiling"):
+        assert stage not in log
+    assert (files(cache / "converted"), files(build.folder(cache))) == before
+
+
+def test_warmup_without_kernels_to_compile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = tiny.write_gguf(tmp_path / "small.gguf")
+    assert main(["warmup", "--model", str(model), "--cache-dir", str(tmp_path / "cache"), "--kernels", "reference"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        f"model    small, in {tmp_path / 'cache' / 'converted'}",
+        "kernels  plain torch, with nothing to compile",
+    ]
+    assert not (tmp_path / "cache" / "kernels").exists()
+
+
+def test_a_warmup_that_fails_is_a_clear_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = tmp_path / "none.gguf"
+    assert main(["warmup", "--model", str(missing), "--cache-dir", str(tmp_path / "cache")]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines()[-1].startswith("hocket warmup: ") and str(missing) in said.err
+
+
+def test_warmup_takes_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["warmup", "--help"])
+    assert end.value.code == 0 and "--kv-dtype" in capsys.readouterr().out
+    assert main(["warmup", "--block-size", "8"]) == 2
+    assert "multiple of 16, got 8" in capsys.readouterr().err

@@ -38,6 +38,7 @@ def folder(cache_dir: Path) -> Path:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     facts = (
+        Path(__file__).parent,  # Numba's own index goes by it
         numba.__version__,
         llvmlite.__version__,
         platform.python_version(),

@@ -63,14 +63,19 @@ def head_bytes(kind, head_dim):
 
 
 @njit(nogil=True, error_model="numpy")
-def _scaled(x, head_dim, scale):
-    """Write the scale of a head's numbers as int8 to address `scale`; returns its inverse. NaN stays NaN in the scale."""
+def _peak(x, head_dim):
+    """The largest magnitude of a head's numbers; NaN if one is."""
     peak = f32_zero()
     for i in range(0, 4 * head_dim, 64):
         peak = larger_magnitude(peak, load_f32(x + i))
-    largest = largest_magnitude(peak, peak)
-    st_f32(scale, largest / np.float32(127.0))
-    return np.float32(127.0) / largest if largest > np.float32(1e-30) else np.float32(0.0)
+    return largest_magnitude(peak, peak)
+
+
+@njit(nogil=True, error_model="numpy")
+def _scaled(peak, scale):
+    """Write the scale of numbers up to `peak` as int8 to address `scale`; returns its inverse."""
+    st_f32(scale, peak / np.float32(127.0))
+    return np.float32(127.0) / peak if peak > np.float32(1e-30) else np.float32(0.0)
 
 
 def _writer(kind: int) -> Any:
@@ -80,12 +85,19 @@ def _writer(kind: int) -> Any:
     @njit(nogil=True, error_model="numpy")
     def write(head, head_dim, slot, key, value):
         values = head + PAGE * head_dim * size + slot * head_dim * size
+        key_peak, value_peak = _peak(key, head_dim), _peak(value, head_dim)
+        # A row of no numbers is seen by itself and by later rows, whose scores are none; not by earlier ones, which take it 0 times.
+        broken = not (key_peak < np.float32(np.inf) and value_peak < np.float32(np.inf))
+        if broken:
+            key_peak, value_peak = np.float32(np.nan), np.float32(0.0)
         if kind == INT8:
             scales = head + 2 * PAGE * head_dim
-            key_inverse = splat(_scaled(key, head_dim, scales + 4 * slot))
-            value_inverse = splat(_scaled(value, head_dim, scales + 4 * PAGE + 4 * slot))
+            key_inverse = splat(_scaled(key_peak, scales + 4 * slot))
+            value_inverse = splat(_scaled(value_peak, scales + 4 * PAGE + 4 * slot))
         for i in range(0, head_dim, 16):
-            k, v, column = load_f32(key + 4 * i), load_f32(value + 4 * i), head + (PAGE * i + slot) * size
+            k = splat(np.float32(np.nan)) if broken else load_f32(key + 4 * i)
+            v = f32_zero() if broken else load_f32(value + 4 * i)
+            column = head + (PAGE * i + slot) * size
             if kind == INT8:
                 put_i8(column, PAGE, round_i32(mul(k, key_inverse)))
                 store_i8(values + i, round_i32(mul(v, value_inverse)))
