@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import shlex
 import signal
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -52,6 +53,8 @@ def main() -> None:
             here = machine.measure()
             print(f"{here}\n", flush=True)
             flags = shlex.split(asked.flags)
+            if asked.steps and not asked.url:
+                subprocess.run([sys.executable, "-m", "benchmarks.steps", *flags], check=True)
             contenders = [_ready(stack.enter_context(servers.hocket(asked.url, flags, asked.protocol)))]
             contenders += [_ready(stack.enter_context(servers.running(*peer))) for peer in peers]
             contenders += [_ready(stack.enter_context(servers.started(*command))) for command in commands]
@@ -174,6 +177,7 @@ def _arguments() -> argparse.Namespace:
         help="a server to start; {port} is the port it is to listen on",
     )
     parser.add_argument("--no-fidelity", dest="fidelity", action="store_false", help="leave out how true replies are to float32")
+    parser.add_argument("--no-steps", dest="steps", action="store_false", help="leave out what a step costs inside")
     return parser.parse_args()
 
 

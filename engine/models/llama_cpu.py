@@ -116,6 +116,10 @@ class CpuLlama:
     def kv_bytes(self) -> int:
         return self._cache.nbytes
 
+    def close(self) -> None:
+        """Let another thread of the process compute."""
+        self._team.close()
+
     def forward(self, batch: Batch) -> Array:
         """Run a step's rows, writing their K and V into the cache.
 
