@@ -54,7 +54,7 @@ format: $(VENV)/installed-test
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/installed-test
+bench: system $(VENV)/installed-test
 	@$(BIN)/hocket bench $(ARGS)
 
 clean:

@@ -53,7 +53,7 @@ def main() -> None:
             here = machine.measure()
             print(f"{here}\n", flush=True)
             flags = shlex.split(asked.flags)
-            if asked.steps and not asked.url:
+            if asked.steps and not asked.url and load(flags, "hocket serve").kernels == "cpu":
                 subprocess.run([sys.executable, "-m", "benchmarks.steps", *flags], check=True)
             contenders = [_ready(stack.enter_context(servers.hocket(asked.url, flags, asked.protocol)))]
             contenders += [_ready(stack.enter_context(servers.running(*peer))) for peer in peers]

@@ -53,7 +53,7 @@ def bandwidth(cores: int, size: int = BYTES, passes: int = PASSES) -> float:
 
 
 def floor_line(machine: Machine, step_seconds: list[float], bytes_read: int) -> str:
-    """How near a one-row step comes to reading its bytes (the weights, and the KV of its context) once at the machine's bandwidth."""
+    """How near a one-row step comes to reading its bytes (the weights; a short context's KV is little beside them) once."""
     floor = bytes_read / machine.bandwidth
     ratios = [seconds / floor for seconds in step_seconds]
     return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import platform
 import shutil
 import sys
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba
 from numba.core.bytecode import FunctionIdentity
 
 from engine.core import EngineError
+from engine.kernels.cpu.features import CPU, F16C, FEATURES, VNNI
 from engine.weights import child
 from engine.weights.cache import Progress, locked
 
@@ -32,7 +33,6 @@ _RUN = "run"  # the loop over stages, which is compiled too
 
 def folder(cache_dir: Path) -> Path:
     """Where the machine code of these sources for this CPU is kept."""
-    from engine.kernels.cpu.features import VNNI
 
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -43,9 +43,10 @@ def folder(cache_dir: Path) -> Path:
         llvmlite.__version__,
         platform.python_version(),
         platform.machine(),
-        llvm.get_host_cpu_name(),
-        llvm.get_host_cpu_features().flatten(),
+        CPU,
+        FEATURES,
         VNNI,
+        F16C,
     )
     digest.update(repr(facts).encode())
     return cache_dir / "kernels" / digest.hexdigest()[:32]
@@ -56,6 +57,9 @@ def prepare(cache_dir: Path, names: Iterable[str], progress: Progress) -> None:
 
     Several processes may ask at once: one compiles, the others wait for it. Raises: EngineError
     """
+    config: Any = numba.config
+    if config.DISABLE_JIT:
+        raise EngineError("expected Numba to compile, got NUMBA_DISABLE_JIT: unset it, or ask for --kernels reference")
     home = folder(cache_dir)
     use(home)
     wanted = [_RUN, *names]
@@ -66,6 +70,8 @@ def prepare(cache_dir: Path, names: Iterable[str], progress: Progress) -> None:
         home.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / "locks" / f"kernels-{home.name}", progress):
             if missing := _missing(home, wanted):
+                for name in missing:
+                    _forget(home, name)
                 child.run(__name__, [str(home), *missing], "compiling the kernels, once", progress)
         _remove_unused(home)
     except OSError as fault:
@@ -87,12 +93,15 @@ def compile_all(home: Path, names: Iterable[str], report: Callable[[float], None
     # Numba counts functions from 1 in every process and names their symbols by it: what one child compiled would call what another did.
     FunctionIdentity._unique_ids = itertools.count(time.time_ns())
     listed = list(names)
+    known: set[str] = {str(path.relative_to(home)) for path in home.rglob("*.nb?")}
     for index, name in enumerate(listed):
         if name == _RUN:
             Team()
         else:
             _ = STAGES[name].address
-        _done(home, name).touch()
+        made = {str(path.relative_to(home)): path.stat().st_size for path in home.rglob("*.nb?")}
+        _done(home, name).write_text(json.dumps({path: size for path, size in made.items() if path not in known}))
+        known |= made.keys()
         report((index + 1) / len(listed))
 
 
@@ -101,7 +110,24 @@ def _done(home: Path, name: str) -> Path:
 
 
 def _missing(home: Path, names: Iterable[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if not _done(home, name).exists()]
+    """Those of which not everything that was made is there, whole."""
+    return [name for name in dict.fromkeys(names) if not _is_whole(home, name)]
+
+
+def _is_whole(home: Path, name: str) -> bool:
+    try:
+        made: dict[str, int] = json.loads(_done(home, name).read_text())
+        return all((home / path).stat().st_size == size for path, size in made.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _forget(home: Path, name: str) -> None:
+    """Remove what is left of a stage, so that nothing damaged is loaded."""
+    with contextlib.suppress(OSError, ValueError):
+        for path in json.loads(_done(home, name).read_text()):
+            (home / path).unlink(missing_ok=True)
+    _done(home, name).unlink(missing_ok=True)
 
 
 def _touch(home: Path) -> None:
@@ -113,9 +139,10 @@ def _touch(home: Path) -> None:
 def _remove_unused(home: Path) -> None:
     for other in home.parent.iterdir():
         mark = _done(other, _RUN)
-        used = (mark if mark.exists() else other).stat().st_mtime
-        if other != home and time.time() - used > KEPT_SECONDS:
-            shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process removes it too
+            used = (mark if mark.exists() else other).stat().st_mtime
+            if other != home and time.time() - used > KEPT_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 if __name__ == "__main__":

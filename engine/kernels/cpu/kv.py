@@ -43,6 +43,8 @@ FLOAT32, BFLOAT16, INT8 = range(3)
 KV_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
 ITEM_BYTES = (4, 2, 1)  # by KV type
 
+_MOST = np.float32(3.38e38)  # above this, bfloat16 would round to infinity
+
 # The table of a layer's attention and its cache: int64. Addresses unless said otherwise.
 QKV, QKV_STRIDE, HEADS, KV_HEADS, HEAD_DIM, CACHE, PAGE_STRIDE, COS, SIN = range(9)
 OUT, OUT_STRIDE, PARTS, SCRATCH, SCRATCH_STRIDE, TARGET, ATTENTION_FIELDS = range(9, 16)
@@ -87,7 +89,7 @@ def _writer(kind: int) -> Any:
         values = head + PAGE * head_dim * size + slot * head_dim * size
         key_peak, value_peak = _peak(key, head_dim), _peak(value, head_dim)
         # A row of no numbers is seen by itself and by later rows, whose scores are none; not by earlier ones, which take it 0 times.
-        broken = not (key_peak < np.float32(np.inf) and value_peak < np.float32(np.inf))
+        broken = not (key_peak < _MOST and value_peak < _MOST)
         if broken:
             key_peak, value_peak = np.float32(np.nan), np.float32(0.0)
         if kind == INT8:

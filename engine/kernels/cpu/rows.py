@@ -14,9 +14,9 @@ from engine.kernels.cpu.simd import (
     f32_zero,
     fma,
     get,
+    half_at,
     largest_magnitude,
     ld_f32,
-    ld_half,
     ld_u8,
     load_f32,
     mul,
@@ -124,12 +124,12 @@ def weight_at(kind, group, lane, i):
         return bf16_at(group + 32 * i + 2 * lane)
     byte = 64 * (i % 16 // 4) + 4 * lane + i % 4
     if kind == tiles.Q8_0:
-        return ld_half(group + 512 + 2 * lane) * np.float32(ld_u8(group + 64 * (i // 4) + 4 * lane + i % 4) - 128)
+        return half_at(group + 512, lane) * np.float32(ld_u8(group + 64 * (i // 4) + 4 * lane + i % 4) - 128)
     q = (ld_u8(group + byte) >> (4 * (i // 16))) & 15
-    scale = ld_half(group + 256 + 2 * lane)
+    scale = half_at(group + 256, lane)
     if kind == tiles.Q4_0:
         return scale * np.float32(q - 8)
-    return scale * np.float32(q) + ld_half(group + 288 + 2 * lane)
+    return scale * np.float32(q) + half_at(group + 288, lane)
 
 
 @stage

@@ -1,8 +1,8 @@
 """SIMD operations on one vector, and the scalars beside them.
 
 Owns the one place that knows LLVM's names for them. Addresses are plain integers. Everything is plain LLVM IR, so it runs on any CPU, but
-for `dot` where the CPU has AVX512-VNNI. Both forms of it are exact integer arithmetic and give the same bits, as does everything else
-here: nothing is reassociated or contracted behind our back. Knows no model and no layout.
+for what `features.py` names. Both forms of that are exact and give the same bits, as does everything else here: nothing is reassociated
+or contracted behind our back. Knows no model and no layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.features import VNNI
+from engine.kernels.cpu.features import F16C, VNNI
 from engine.kernels.cpu.vector import (
     B8X64,
     F32,
@@ -62,9 +62,17 @@ def ld_f32(b, addr):
     return emit_load(b, addr, F32, 4)
 
 
-@op(types.float32, address)
-def ld_half(b, addr):
-    return b.fpext(emit_load(b, addr, ir.HalfType(), 2), F32)
+def _widened(b: Any, addr: Any) -> Any:
+    """16 float16 from addr on, as float32. In integers where the CPU has no instruction: LLVM would call a function that is not there."""
+    if F16C:
+        return b.fpext(emit_load(b, addr, ir.VectorType(ir.HalfType(), LANES), 2), F32X16)
+    bits = b.zext(emit_load(b, addr, ir.VectorType(I16, LANES), 2), I32X16)
+    magnitude = b.shl(b.and_(bits, lanes(0x7FFF, I32X16)), lanes(13, I32X16))
+    finite = b.bitcast(b.fmul(b.bitcast(magnitude, F32X16), lanes(2.0**112)), I32X16)  # the exponents' biases differ by 112; exact
+    infinite = b.icmp_signed(">=", magnitude, lanes(0x7C00 << 13, I32X16))
+    kept = b.select(infinite, b.or_(magnitude, lanes(0x7F800000, I32X16)), finite)
+    sign = b.shl(b.and_(bits, lanes(0x8000, I32X16)), lanes(16, I32X16))
+    return b.bitcast(b.or_(kept, sign), F32X16)
 
 
 @op(types.int64, address)
@@ -105,10 +113,16 @@ def load_f32(b, addr):
     return emit_load(b, addr, F32X16, 4)
 
 
+@op(types.float32, address, types.int64)
+def half_at(b, addr, lane):
+    """One of 16 float16 values."""
+    return b.extract_element(_widened(b, addr), b.trunc(lane, I32))
+
+
 @op(f32x16, address)
 def load_half(b, addr):
     """16 float16 values, widened."""
-    return b.fpext(emit_load(b, addr, ir.VectorType(ir.HalfType(), LANES), 2), F32X16)
+    return _widened(b, addr)
 
 
 @op(f32x16, address)

@@ -9,6 +9,7 @@ A stage is a C function of its own, compiled and cached by itself (`build.py` sa
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -98,8 +99,9 @@ def _compiled_run() -> Any:
 
 
 def thread_count(threads: int) -> int:
-    """`threads`, or one for each core if 0; never more than there are cores."""
-    most = int(_config.NUMBA_NUM_THREADS)
+    """`threads`, or one for each core if 0; never more than this process has cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = min(int(_config.NUMBA_NUM_THREADS), cores)
     return min(threads or most, most)
 
 

@@ -70,6 +70,9 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "float32": (folder(torch.float32, dataclasses.replace(BIASED, rope_scaling=RopeScaling("yarn", 4.0, 128))), "auto"),
     "bfloat16": (folder(torch.bfloat16, changed(head_dim=32, rope_scaling=LONGROPE)), "auto"),
     "float16": (folder(torch.float16, dataclasses.replace(ODD, rope_scaling=RopeScaling("llama3", 8.0, 128))), "auto"),
+    "square": (folder(torch.float32, changed(intermediate_size=32)), "auto"),  # as many inputs of down as of gate and up
+    "square, padded": (folder(torch.float32, changed(intermediate_size=20)), "auto"),
+    "square Q4_1": (gguf(Kind.Q4_1, changed(intermediate_size=32)), "auto"),
     "float32 as int8": (folder(torch.float32, BIASED), "int8"),
     "odd, as int8": (folder(torch.float32, ODD), "int8"),
     "float32 as bfloat16": (folder(torch.float32), "bfloat16"),

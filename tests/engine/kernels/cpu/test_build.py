@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba
 import pytest
 
@@ -125,6 +124,26 @@ for kind in ("float32", "bfloat16", "int8"):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_damaged_machine_code_is_made_again(tmp_path: Path) -> None:
+    """A truncated or a missing file is noticed before anything is loaded, and only its stage is compiled again."""
+    want(tmp_path, "embed", "merge")
+    home = build.folder(tmp_path)
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:100]), Path.unlink):
+        (code,) = home.rglob("*rows.embed*.nbc")
+        damage(code)
+        again = want(tmp_path, "embed", "merge")
+        assert again["told"] == [["compiling the kernels, once", fraction] for fraction in (0.0, 1.0)]
+        assert again["hits"] == {"embed": True, "merge": True}
+        assert want(tmp_path, "embed", "merge")["told"] == []
+
+
+def test_numba_without_compiling_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    with pytest.raises(EngineError, match="NUMBA_DISABLE_JIT"):
+        build.prepare(tmp_path, ["embed"], quiet)
+
+
 def test_what_is_there_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only stages that are missing are compiled, each named once, in a child; and what it says is passed on."""
     home = build.folder(tmp_path)
@@ -134,7 +153,7 @@ def test_what_is_there_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytes
         calls.append(arguments)
         home.mkdir(parents=True, exist_ok=True)
         for name in arguments[1:]:
-            (home / f"{name}.done").touch()
+            (home / f"{name}.done").write_text("{}")
         progress(stage, 1.0)
 
     monkeypatch.setattr(build.child, "run", compile_them)
@@ -148,16 +167,16 @@ def test_what_is_there_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_folder_is_named_after_all_that_machine_code_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sources, their names, the compiler, the CPU and the instructions that are used; and nothing else."""
+    """Sources, their names and where they lie (Numba's own index goes by it), the compiler, the CPU and the instructions that are used."""
     names = [build.folder(tmp_path)]
     assert build.folder(tmp_path) == names[0]
     assert build.folder(tmp_path / "elsewhere").name == names[0].name
     assert names[0].parent == tmp_path / "kernels"
     copy = Path(shutil.copytree(Path(build.__file__).parent, tmp_path / "sources", ignore=shutil.ignore_patterns("__pycache__")))
     monkeypatch.setattr(build, "__file__", str(copy / "build.py"))
-    assert build.folder(tmp_path) == names[0], "where the sources lie is not part of it"
+    names.append(build.folder(tmp_path))
     (copy / "notes.txt").write_text("not a source")
-    assert build.folder(tmp_path) == names[0]
+    assert build.folder(tmp_path) == names[-1]
     for source in ("tiles.py", "simd.py", "kv.py"):
         with (copy / source).open("a") as file:
             file.write("#\n")
@@ -168,8 +187,10 @@ def test_the_folder_is_named_after_all_that_machine_code_depends_on(tmp_path: Pa
         (numba, "__version__", "0.0"),
         (llvmlite, "__version__", "0.0"),
         (build.platform, "python_version", lambda: "3.0"),
-        (llvm, "get_host_cpu_name", lambda: "abacus"),
-        (features, "VNNI", not features.VNNI),
+        (build, "CPU", "abacus"),
+        (build, "FEATURES", "+beads"),
+        (build, "VNNI", not features.VNNI),
+        (build, "F16C", not features.F16C),
     ):
         monkeypatch.setattr(owner, name, value)
         names.append(build.folder(tmp_path))
@@ -200,7 +221,7 @@ def test_a_stage_that_does_not_compile_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
     home = build.folder(tmp_path)
     home.mkdir(parents=True)
-    (home / "run.done").touch()
+    (home / "run.done").write_text("{}")
     with pytest.raises(EngineError, match=r"compiling the kernels, once ended with exit code 1: (?s:.*)KeyError: 'no_such_stage'"):
         build.prepare(tmp_path, ["no_such_stage"], quiet)
     assert [path.name for path in home.iterdir() if path.suffix == ".done"] == ["run.done"]

@@ -1,4 +1,4 @@
-"""Without the CPU's own instruction for bytes, and without its widest vectors, the integer kernels give the same bits."""
+"""Without the CPU's own instructions for bytes and float16, and without its widest vectors, the integer kernels give the same bits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,43 @@ def test_linear_layers_have_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not llvm.get_default_triple().startswith("x86_64"), reason="names an x86 CPU")
-def test_linear_layers_have_the_same_bits_on_an_older_cpu(tmp_path: Path) -> None:
-    """Compiled for one with vectors of half the width."""
+@pytest.mark.parametrize("cpu", ["haswell", "generic"])
+def test_linear_layers_have_the_same_bits_on_an_older_cpu(tmp_path: Path, cpu: str) -> None:
+    """Compiled for one with vectors of half the width, and for one of 2003: no fused multiply-add, no float16."""
     names = ["q4_1 fine", "q8_0 coarse"]
-    check(integers.linears(names), in_a_process(tmp_path, *names, NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=""))
+    check(integers.linears(names), in_a_process(tmp_path, *names, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=""))
+
+
+def test_a_misspelt_choice_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import engine.kernels.cpu.features"],
+        env={**os.environ, "HOCKET_SIMD": "portabel"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "HOCKET_SIMD: expected portable or nothing, got 'portabel'" in done.stderr
+
+
+def test_float16_is_widened_exactly_without_the_instruction() -> None:
+    """Every float16, subnormal, infinite and NaN ones too."""
+    code = """
+import numpy as np
+from numba import njit
+from engine.kernels.cpu import features
+from engine.kernels.cpu.simd import load_half, store_f32
+assert not features.F16C
+@njit
+def widen(source, out, count):
+    for i in range(0, count, 16):
+        store_f32(out + 4 * i, load_half(source + 2 * i))
+every = np.arange(65536, dtype=np.uint16)
+out = np.empty(65536, np.float32)
+widen(every.ctypes.data, out.ctypes.data, 65536)
+np.testing.assert_array_equal(out, every.view(np.float16).astype(np.float32))
+assert (np.signbit(out) == (every >= 32768)).all()
+"""
+    environment = {**os.environ, "HOCKET_SIMD": "portable"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
