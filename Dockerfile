@@ -1,4 +1,4 @@
-# Hocket on a CPU:  docker build -t hocket . && docker run -p 8000:8000 -v hocket:/data hocket --no-auth
+# Hocket on a CPU:  docker build -t hocket . && docker run -p 8000:8000 -v hocket:/data -v hocket-cache:/var/cache/hocket hocket --no-auth
 # TORCH_INDEX chooses the torch build; by default PyTorch's own CPU one.
 FROM python:3.12-slim-bookworm AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -20,8 +20,8 @@ USER hocket
 ENV PATH=/venv/bin:$PATH HOCKET_HOST=0.0.0.0 HOCKET_DATA_DIR=/data HOCKET_CACHE_DIR=/var/cache/hocket
 # --build-arg WARM=yes bakes in the default model and the kernels, compiled for a CPU like the builder's (another kind compiles at its first start).
 ARG WARM=no
-RUN if [ "$WARM" = yes ]; then hocket warmup; fi
-VOLUME /data
+RUN if [ "$WARM" = yes ]; then hocket warmup --no-auth; fi
+VOLUME ["/data", "/var/cache/hocket"]
 EXPOSE 8000
 HEALTHCHECK CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/healthz', timeout=5)"]
 ENTRYPOINT ["hocket", "serve"]

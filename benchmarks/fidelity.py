@@ -202,10 +202,14 @@ class Reference:
 
 def texts(reference: Reference) -> list[list[int]]:
     """About 4,000 tokens: replies sampled from the reference, and this repository's own prose."""
-    prose = "\n\n".join(path.read_text("utf-8") for pattern in PROSE for path in sorted(ROOT.glob(pattern)))
-    ids = reference.tokenizer.encode_plain(prose)[:PROSE_TOKENS]
-    windows = [ids[at : at + WINDOW] for at in range(0, len(ids), WINDOW)]
-    return windows + reference.sampled(QUESTIONS, SAMPLED_TOKENS)
+    return prose(reference) + reference.sampled(QUESTIONS, SAMPLED_TOKENS)
+
+
+def prose(reference: Reference) -> list[list[int]]:
+    """This repository's own, in windows."""
+    text = "\n\n".join(path.read_text("utf-8") for pattern in PROSE for path in sorted(ROOT.glob(pattern)))
+    ids = reference.tokenizer.encode_plain(text)[:PROSE_TOKENS]
+    return [ids[at : at + WINDOW] for at in range(0, len(ids), WINDOW)]
 
 
 def kernel_logits(checkpoint: Checkpoint, options: EngineOptions) -> Logits:

@@ -32,7 +32,7 @@ Array = np.ndarray
 
 OFFSETS = {"q4_1": 0, "q4_0": -8, "q8_0": -128}  # what a format's integers have too much
 # Activations that enter with 16 bits: those whose rounding costs the most truth for the time they take. Measured on SmolLM2-135M Q4_1
-# (benchmarks/fidelity.py): with qkv alone the mean KL is 0.0027 and perplexity is off by 0.6%, with down too 0.0020 and 0.2%.
+# (benchmarks/fidelity.py): with qkv alone the mean KL is 0.0027 and perplexity is off by 0.6%, with down too 0.0020 and 0.3%.
 FINE_INPUTS = frozenset({"qkv", "down"})
 PARTS = 512  # tiles of lone rows that can wait to be merged
 

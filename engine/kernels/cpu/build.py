@@ -25,7 +25,7 @@ from numba.core.bytecode import FunctionIdentity
 from engine.core import EngineError
 from engine.kernels.cpu.features import CPU, F16C, FEATURES, VNNI
 from engine.weights import child
-from engine.weights.cache import Progress, locked
+from engine.weights.cache import Progress, file_sha256, locked
 
 KEPT_SECONDS = 30 * 86400  # an unused folder of other sources, or of another CPU, is removed after this long
 _RUN = "run"  # the loop over stages, which is compiled too
@@ -93,15 +93,19 @@ def compile_all(home: Path, names: Iterable[str], report: Callable[[float], None
     # Numba counts functions from 1 in every process and names their symbols by it: what one child compiled would call what another did.
     FunctionIdentity._unique_ids = itertools.count(time.time_ns())
     listed = list(names)
-    known: set[str] = {str(path.relative_to(home)) for path in home.rglob("*.nb?")}
+    known = {home / path for name in STAGES.keys() | {_RUN} for path in _made(home, name)}
+    for path in set(home.rglob("*.nb?")) - known:
+        path.unlink()  # of a child that was killed: whole or not, nobody knows
     for index, name in enumerate(listed):
         if name == _RUN:
             Team()
         else:
             _ = STAGES[name].address
-        made = {str(path.relative_to(home)): path.stat().st_size for path in home.rglob("*.nb?")}
-        _done(home, name).write_text(json.dumps({path: size for path, size in made.items() if path not in known}))
-        known |= made.keys()
+        made = set(home.rglob("*.nb?")) - known
+        draft = _done(home, name).with_suffix(".new")
+        draft.write_text(json.dumps({str(path.relative_to(home)): file_sha256(path) for path in sorted(made)}))
+        draft.replace(_done(home, name))
+        known |= made
         report((index + 1) / len(listed))
 
 
@@ -114,19 +118,26 @@ def _missing(home: Path, names: Iterable[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if not _is_whole(home, name)]
 
 
-def _is_whole(home: Path, name: str) -> bool:
+def _made(home: Path, name: str) -> dict[str, str]:
+    """The files that a stage is kept in, by their path in `home`, and the SHA-256 of each; none if it was not compiled to its end."""
     try:
-        made: dict[str, int] = json.loads(_done(home, name).read_text())
-        return all((home / path).stat().st_size == size for path, size in made.items())
+        return dict(json.loads(_done(home, name).read_text()))
     except (OSError, ValueError):
+        return {}
+
+
+def _is_whole(home: Path, name: str) -> bool:
+    made = _made(home, name)
+    try:
+        return bool(made) and all(file_sha256(home / path) == sha256 for path, sha256 in made.items())
+    except OSError:
         return False
 
 
 def _forget(home: Path, name: str) -> None:
     """Remove what is left of a stage, so that nothing damaged is loaded."""
-    with contextlib.suppress(OSError, ValueError):
-        for path in json.loads(_done(home, name).read_text()):
-            (home / path).unlink(missing_ok=True)
+    for path in _made(home, name):
+        (home / path).unlink(missing_ok=True)
     _done(home, name).unlink(missing_ok=True)
 
 

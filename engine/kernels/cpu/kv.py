@@ -43,7 +43,7 @@ FLOAT32, BFLOAT16, INT8 = range(3)
 KV_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
 ITEM_BYTES = (4, 2, 1)  # by KV type
 
-_MOST = np.float32(3.38e38)  # above this, bfloat16 would round to infinity
+_MOST = np.float32(3.3961775e38)  # from here on, bfloat16 rounds to infinity
 
 # The table of a layer's attention and its cache: int64. Addresses unless said otherwise.
 QKV, QKV_STRIDE, HEADS, KV_HEADS, HEAD_DIM, CACHE, PAGE_STRIDE, COS, SIN = range(9)

@@ -19,7 +19,7 @@ import pytest
 from engine.core import EngineError
 from engine.kernels.cpu import build, features
 from engine.kernels.cpu.stage import STAGES
-from engine.weights.cache import default_cache_dir, quiet
+from engine.weights.cache import default_cache_dir, file_sha256, quiet
 
 ROOT = Path(__file__).parents[4]
 
@@ -124,12 +124,23 @@ for kind in ("float32", "bfloat16", "int8"):
     assert done.returncode == 0, done.stderr
 
 
+def finish(home: Path, name: str) -> None:
+    """As if a stage had been compiled."""
+    (home / f"{name}.nbc").write_bytes(b"code")
+    (home / f"{name}.done").write_text(json.dumps({f"{name}.nbc": file_sha256(home / f"{name}.nbc")}))
+
+
 @pytest.mark.slow
 def test_damaged_machine_code_is_made_again(tmp_path: Path) -> None:
-    """A truncated or a missing file is noticed before anything is loaded, and only its stage is compiled again."""
+    """A truncated, zeroed or missing file is noticed before anything is loaded, and only its stage is compiled again."""
     want(tmp_path, "embed", "merge")
     home = build.folder(tmp_path)
-    for damage in (lambda path: path.write_bytes(path.read_bytes()[:100]), Path.unlink):
+    for damage in (
+        lambda path: path.write_bytes(path.read_bytes()[:100]),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        Path.unlink,
+        lambda path: (home / "embed.done").write_text("torn"),
+    ):
         (code,) = home.rglob("*rows.embed*.nbc")
         damage(code)
         again = want(tmp_path, "embed", "merge")
@@ -153,7 +164,7 @@ def test_what_is_there_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytes
         calls.append(arguments)
         home.mkdir(parents=True, exist_ok=True)
         for name in arguments[1:]:
-            (home / f"{name}.done").write_text("{}")
+            finish(home, name)
         progress(stage, 1.0)
 
     monkeypatch.setattr(build.child, "run", compile_them)
@@ -221,7 +232,7 @@ def test_a_stage_that_does_not_compile_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
     home = build.folder(tmp_path)
     home.mkdir(parents=True)
-    (home / "run.done").write_text("{}")
+    finish(home, "run")
     with pytest.raises(EngineError, match=r"compiling the kernels, once ended with exit code 1: (?s:.*)KeyError: 'no_such_stage'"):
         build.prepare(tmp_path, ["no_such_stage"], quiet)
     assert [path.name for path in home.iterdir() if path.suffix == ".done"] == ["run.done"]

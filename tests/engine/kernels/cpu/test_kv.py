@@ -123,7 +123,9 @@ def test_zeros_are_stored_as_zeros(kind: str) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("broken", [0x7FFFFFFF, 0x7FC00000, 0x7F800000, 0xFF800000], ids=["nan all ones", "nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "broken", [0x7FFFFFFF, 0x7FC00000, 0x7F800000, 0xFF800000, 0x7F7F8000], ids=["nan all ones", "nan", "inf", "-inf", "inf once rounded"]
+)
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_what_is_no_number_breaks_later_rows_only(kind: str, broken: int, where: str) -> None:
     """Such a position's keys are NaN, so every row that attends to it is none; its values are 0, so a row that does not is unharmed."""
