@@ -3,8 +3,10 @@
 Owns: the waiting and the running sequences, their block tables, and when they finish. Pure: a function of its state, the
 arrivals and the aborts; no clock, no tensors, no I/O, so thousands of schedules can be tested in seconds.
 
-Each step has a budget of tokens. Every running decode gets its one token first; the rest goes to prefill chunks, oldest
-sequence first; then waiting sequences are admitted in order of arrival while the batch, the budget and the pool have room.
+Each step has a budget of tokens. Every running decode gets its one token first; the rest goes to prefills, oldest sequence
+first; then waiting sequences are admitted in order of arrival while the batch, the budget and the pool have room. Only a step's first
+prefill may be a part of a prompt: one that does not fit whole behind another waits for the next step, which costs it no time (its last
+token would run there anyway) and gives the one before it a shorter step.
 When the pool runs dry the newest sequence is preempted (its blocks go, its tokens stay, and it is recomputed later),
 so the oldest always progresses. (Continuous batching: Orca, OSDI 2022; chunked prefill: Sarathi-Serve, OSDI 2024.)
 """
@@ -12,7 +14,7 @@ so the oldest always progresses. (Continuous batching: Orca, OSDI 2022; chunked 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.blocks import BlockPool
@@ -65,16 +67,14 @@ class Scheduler:
             if self._grow(sequence):
                 chunks.append(self._chunk(sequence, 1))
                 budget -= 1
-        for sequence in [s for s in self.running if s.length - s.computed > 1]:
-            count = min(budget, sequence.length - sequence.computed)
-            if count:
-                chunks.append(self._chunk(sequence, count))
-                budget -= count
-        while self.waiting and budget and len(self.running) < self.limits.max_batch_size and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            count = min(budget, sequence.length - sequence.computed)
-            chunks.append(self._chunk(sequence, count))
-            budget -= count
+        prefills, first = self._prefills(), True
+        while budget and (prefill := next(prefills, None)):
+            count = prefill.length - prefill.computed
+            if count > budget and not first:
+                break
+            chunks.append(self._chunk(prefill, min(budget, count)))
+            budget -= min(budget, count)
+            first = False
         return StepPlan(chunks)
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[Sampled]:
@@ -102,6 +102,12 @@ class Scheduler:
         elif sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
         sequence.phase = Phase.FINISHED
+
+    def _prefills(self) -> Iterator[Sequence]:
+        """Sequences with more than one token to run: those that have begun, then those that may begin now."""
+        yield from [s for s in self.running if s.length - s.computed > 1]
+        while self.waiting and len(self.running) < self.limits.max_batch_size and self._admit(self.waiting[0]):
+            yield self.waiting.popleft()
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if blocks for all its tokens can be had, taking from the cache what it has of them."""

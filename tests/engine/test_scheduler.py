@@ -91,6 +91,19 @@ def test_a_long_prefill_never_takes_a_decode_out_of_a_step() -> None:
         served = step(scheduler, runner)
 
 
+def test_a_prompt_that_fits_a_step_is_not_parted() -> None:
+    """Two that do not fit together take a step each, the first one short; what does not fit a step by itself goes first in parts."""
+    scheduler, runner = make(budget=16), FakeRunner(BLOCK)
+    plans = []
+    arrivals = [sequence(0, [1] * 10, 50), sequence(1, [2] * 10, 50), sequence(2, [3] * 30, 50), sequence(3, [4] * 3, 50)]
+    while not all(s.output for s in arrivals) and len(plans) < 10:
+        plan = scheduler.plan(arrivals if not plans else ())
+        plans.append([(chunk.sequence.id, len(chunk.tokens)) for chunk in plan.chunks])
+        scheduler.advance(plan, runner.run(plan))
+        check(scheduler)
+    assert plans == [[(0, 10)], [(0, 1), (1, 10)], [(0, 1), (1, 1), (2, 14)], [(0, 1), (1, 1), (2, 14)], [(0, 1), (1, 1), (2, 2), (3, 3)]]
+
+
 def test_a_known_prefix_is_shared_and_one_token_is_always_left_to_run() -> None:
     """E15: a block-aligned prompt sent again."""
     scheduler, runner = make(), FakeRunner(BLOCK)
