@@ -23,6 +23,7 @@ from engine.kernels.cpu.choose import choose
 from engine.kernels.cpu.linear import linear_stage
 from engine.kernels.cpu.sampling import scratch_bytes
 from engine.kernels.cpu.stage import CHUNK, COLUMNS, FUNCTION, ITEMS, TABLE, Stage, Team, thread_count
+from engine.kernels.cpu.strips import SPAN
 from engine.kernels.cpu.tiles import BLOCK
 from engine.models import rope
 from engine.weights.cache import Progress, quiet
@@ -31,19 +32,19 @@ from engine.weights.packed import PackedLinear, PackedModel
 Array = np.ndarray
 
 OFFSETS = {"q4_1": 0, "q4_0": -8, "q8_0": -128}  # what a format's integers have too much
-# Activations that enter with 16 bits: those whose rounding costs the most truth for the time they take. Measured on SmolLM2-135M Q4_1
-# (benchmarks/fidelity.py): with qkv alone the mean KL is 0.0027 and perplexity is off by 0.6%, with down too 0.0020 and 0.3%.
+# Activations that enter with 12 bits: those whose rounding costs the most truth for the time they take (docs/cpu.md has the figures).
 FINE_INPUTS = frozenset({"qkv", "down"})
 PARTS = 512  # tiles of lone rows that can wait to be merged
 
-PER_ROW, PER_BLOCK, PER_SAMPLE, FIXED = range(4)  # what a stage's items are
+PER_ROW, PER_BLOCK, PER_SAMPLE, PER_SHARE, FIXED = range(5)  # what a stage's items are
+SHARE = 32  # rows that make a thread's share worth having: fewer, and weights cost more than what threads hand each other
 
 
 @dataclass(slots=True)
 class _Program:
     """Stages in order, and everything they point to."""
 
-    rows: list[tuple[Stage, int, int, int]] = field(default_factory=list)  # stage, table, fixed number of items, kind of items
+    rows: list[tuple[Stage, int, int, int]] = field(default_factory=list)  # stage, table, items of one of its kind, kind of items
     kept: list[Array] = field(default_factory=list)
 
     def table(self, *fields: int) -> int:
@@ -55,11 +56,12 @@ class _Program:
         return array.ctypes.data
 
     def buffer(self, size: int) -> int:
-        """`size` bytes at a cache line's start; memory is taken as it is first written."""
-        array = np.empty(size + 64, np.uint8)
+        """`size` bytes at a cache line's start, all zero: rows that make a block full are computed too, and must not be subnormal, which
+        is slow."""
+        array = np.zeros(size + 64, np.uint8)
         return self.keep(array) + -array.ctypes.data % 64
 
-    def add(self, stage: Stage, table: int, kind: int, items: int = 0) -> None:
+    def add(self, stage: Stage, table: int, kind: int, items: int = 1) -> None:
         self.rows.append((stage, table, items, kind))
 
 
@@ -112,6 +114,7 @@ class CpuLlama:
         self._team = Team(self._threads)
         self._program[:, FUNCTION], self._program[:, TABLE] = [stage.address for stage in stages], tables
         self._fixed = np.array(items, np.int64)
+        self._chunks = np.array([_quarter(number) for number in items], np.int64)
         self._kinds = np.array(kinds, np.int64)
 
     @property
@@ -155,15 +158,21 @@ class CpuLlama:
             (ro.SAMPLE_ROWS, batch.sample_rows),
         ):
             step[at_field] = array.ctypes.data
-        counts = np.array([rows, len(blocks) * self.config.kv_heads, samples, 0], np.int64)
-        items = counts[self._kinds] + self._fixed * (self._kinds == FIXED)
+        shares = self._threads if rows >= SHARE * self._threads else 1
+        step[ro.SHARES] = shares
+        counts = np.array([rows, len(blocks) * self.config.kv_heads, samples, shares, 1], np.int64)
+        items = counts[self._kinds] * self._fixed
         if not samples:
             items[self._head] = 0
         if not step[ro.CHOICES]:
             items[-1] = 0
         self._program[:, ITEMS] = items
-        # Rows go by eights: neighbours in a block share cache lines.
-        self._program[:, CHUNK] = np.where(self._kinds == PER_ROW, 8, np.maximum(1, items // (4 * self._threads)))
+        # Rows go by eights: neighbours in a block share cache lines. A share is a lane's, so its items go by whole chunks.
+        self._program[:, CHUNK] = np.where(
+            self._kinds == PER_ROW,
+            8,
+            np.where((self._kinds == PER_SHARE) & (shares > 1), self._chunks, np.maximum(1, items // (4 * self._threads))),
+        )
         self._team.run(self._program, step)
         del kept
 
@@ -184,7 +193,7 @@ class CpuLlama:
             address = pages.ctypes.data
             for row in range(0, span.rows, self._block_rows):
                 rows = min(self._block_rows, span.rows - row)
-                tiles = -(-(span.context - span.rows + row + rows) // at.SPAN)
+                tiles = -(-(span.context - span.rows + row + rows) // SPAN)
                 if few and rows == 1 and 1 < tiles <= PARTS - parts:
                     part_rows[span.first + row] = parts, tiles
                     blocks += [(span.first + row, 1, address, tile, 1, parts + tile) for tile in range(tiles)]
@@ -219,24 +228,26 @@ class CpuLlama:
             program.add(ro.rms_norm, table, PER_SAMPLE if sampled else PER_ROW)
 
         def linear(
-            layer: PackedLinear, source: int, form: int, out: int, epilogue: int, bias: Array | None, target: int = 0, count: int = ro.ROWS
+            layer: PackedLinear, source: int, form: int, out: int, epilogue: int, bias: Array | None, target: int = 0, sampled: bool = False
         ) -> None:
+            tiles = layer.padded_outputs // ti.TILE
+            items = tiles // li.UNIT if epilogue == li.SWIGLU else tiles
             table = program.table(
                 layer.data.ctypes.data,
                 ti.FORMATS[layer.format],
                 layer.inputs // 32,
+                items,
                 source,
                 out,
                 4 * layer.padded_outputs,
                 epilogue,
                 0 if bias is None else program.keep(bias),
-                count,
+                int(sampled),
                 target,
                 scratch,
                 scratch_stride,
             )
-            tiles = layer.padded_outputs // ti.TILE
-            program.add(linear_stage(layer.format, form), table, FIXED, tiles // li.UNIT if epilogue == li.SWIGLU else tiles)
+            program.add(linear_stage(layer.format, form), table, FIXED if sampled else PER_SHARE, items)
 
         inputs: dict[tuple[str, int, bool, bool], tuple[int, int]] = {}
 
@@ -283,7 +294,7 @@ class CpuLlama:
         source, form = input_of(packed.head, "head")
         norm(packed.norm, source, sampled=True)
         self._head = len(program.rows)
-        linear(packed.head, source, form, self._logits.ctypes.data, li.KEEP, None, count=ro.SAMPLES)
+        linear(packed.head, source, form, self._logits.ctypes.data, li.KEEP, None, sampled=True)
         choosing = -(-scratch_bytes(config.vocab_size) // 64) * 64
         table = program.table(
             self._logits.ctypes.data, 4 * self._vocab_stride, config.vocab_size, program.buffer(self._threads * choosing), choosing
@@ -296,11 +307,15 @@ def _input(program: _Program, layer: PackedLinear, form: int, rows: int) -> int:
     groups = layer.inputs // 32
     rows = -(-rows // BLOCK) * BLOCK
     if form == ro.PLAIN:
-        return program.table(form, program.buffer(4 * rows * layer.inputs), 0, 0, 0, 0, groups)
-    high = program.buffer(rows * layer.inputs)
-    low = program.buffer(rows * layer.inputs) if form == ro.FINE else 0
+        return program.table(form, program.buffer(4 * rows * layer.inputs), 0, 0, 0, groups)
+    x = program.buffer(rows * layer.inputs * (2 if form == ro.FINE else 1))
     scale, total = program.buffer(4 * rows * groups), program.buffer(4 * rows * groups)
-    return program.table(form, high, low, scale, total, OFFSETS[layer.format], groups)
+    return program.table(form, x, scale, total, OFFSETS[layer.format], groups)
+
+
+def _quarter(items: int) -> int:
+    """The largest divisor of at most a quarter, or 1."""
+    return max((size for size in range(1, items // 4 + 1) if items % size == 0), default=1)
 
 
 def _check(packed: PackedModel, block_size: int) -> None:

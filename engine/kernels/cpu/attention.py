@@ -1,7 +1,8 @@
 """Attention over the paged KV cache, for decode and prefill rows alike.
 
 Owns the order of it: tiles of 128 positions, each softmaxed by itself, merged in order. Tiles lie at multiples of 128, whatever the batch,
-the chunk or the block size, so a row's result has the same bits in all of them. Knows the cache's pages, and no linear layer.
+the chunk or the block size, so a row's result has the same bits in all of them. With a bfloat16 cache, queries and softmax weights are
+rounded to bfloat16 too, so that a matrix unit can multiply them. Knows the cache's pages, and no linear layer.
 
 Sources: grouped queries (Ainslie et al., 2023), online softmax (Milakov and Gimelshein, 2018), splitting over KV (Flash-Decoding, 2023).
 """
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from engine.kernels.cpu import attention_matrix, matrix
+from engine.kernels.cpu.features import MATRIX
 from engine.kernels.cpu.kv import (
     BFLOAT16,
     CACHE,
@@ -20,7 +23,6 @@ from engine.kernels.cpu.kv import (
     HEAD_DIM,
     HEADS,
     INT8,
-    ITEM_BYTES,
     KV_HEADS,
     OUT,
     OUT_STRIDE,
@@ -42,22 +44,21 @@ from engine.kernels.cpu.simd import (
     get,
     keep_lanes,
     ld_f32,
-    load_bf16,
     load_f32,
-    load_i8,
     mul,
     reduce_add,
     reduce_max,
+    round_bf16,
     splat,
+    store_bf16,
     store_f32,
     sub,
     vexp,
     vmax,
 )
-from engine.kernels.cpu.simd_rows import fma_rows, rows_f32, store_rows
 from engine.kernels.cpu.stage import Stage, stage
-
-SPAN = 128  # positions of a tile
+from engine.kernels.cpu.strips import SPAN, strips
+from engine.kernels.cpu.tiles import BLOCK
 
 # A block of rows of one sequence, int64: an item of attention is a block and a KV head.
 BLOCK_ROW, BLOCK_ROWS, BLOCK_PAGES, BLOCK_TILE, BLOCK_TILES, BLOCK_PART, BLOCK_FIELDS = range(7)
@@ -67,142 +68,20 @@ BLOCK_ROW, BLOCK_ROWS, BLOCK_PAGES, BLOCK_TILE, BLOCK_TILES, BLOCK_PART, BLOCK_F
 # A state: the softmax of some positions for one query, float32: the largest score in 16 lanes, the sum of exponentials in 16 lanes, the
 # mix [head_dim].
 STATE_HEAD = 128  # bytes before the mix
-QUERIES = 24  # that a block should have: enough to make a tile of keys worth its load, few enough for the first-level cache
+# Queries that a block should have: enough to make a tile of keys worth its load (and its way into the matrix unit), few enough for the
+# caches.
+QUERIES = 48 if MATRIX else 24
+MATRIX_LEAST = 12  # queries that make a block worth the matrix unit
 
 _NONE = np.float32(-np.inf)
 
 
 def scratch_bytes(head_dim: int, group: int) -> int:
-    """What a thread needs for blocks of up to max(QUERIES, group) queries: the queries, their scores, two states for each."""
-    return max(QUERIES, group) * (4 * head_dim + 4 * SPAN + 2 * (STATE_HEAD + 4 * head_dim))
-
-
-def _strips(kind: int, rows: int) -> tuple[Any, Any]:
-    """(scores, mix) for `rows` queries at a time."""
-    zeros = rows_f32(rows)
-    size = ITEM_BYTES[kind]
-    load = (load_f32, load_bf16, load_i8)[kind]
-
-    @njit(nogil=True, error_model="numpy", forceinline=True)
-    def product(a, b, c, d, p, q, r, s, step, x, stride, count):
-        """Accumulators += x[rows, count] times four vectors at p, q, r and s, `step` bytes further each time."""
-        for _ in range(count):
-            a = fma_rows(a, load(p), x, stride)
-            b = fma_rows(b, load(q), x, stride)
-            c = fma_rows(c, load(r), x, stride)
-            d = fma_rows(d, load(s), x, stride)
-            p += step
-            q += step
-            r += step
-            s += step
-            x += 4
-        return a, b, c, d
-
-    @njit(nogil=True, error_model="numpy")
-    def scores(queries, head_dim, pages, kv, page_stride, count, out):
-        """Queries [rows, head_dim] times the keys of `count` pages, into out [rows, SPAN]."""
-        index = 0
-        step = PAGE * size
-        while count - index >= 4:
-            p = kv + get(pages, index) * page_stride
-            q = kv + get(pages, index + 1) * page_stride
-            r = kv + get(pages, index + 2) * page_stride
-            s = kv + get(pages, index + 3) * page_stride
-            a, b, c, d = product(zeros(), zeros(), zeros(), zeros(), p, q, r, s, step, queries, 4 * head_dim, head_dim)
-            at = out + 4 * PAGE * index
-            store_rows(a, at, 4 * SPAN)
-            store_rows(b, at + 64, 4 * SPAN)
-            store_rows(c, at + 128, 4 * SPAN)
-            store_rows(d, at + 192, 4 * SPAN)
-            index += 4
-        while index < count:
-            p = kv + get(pages, index) * page_stride
-            a = zeros()
-            for i in range(head_dim):
-                a = fma_rows(a, load(p + i * step), queries + 4 * i, 4 * head_dim)
-            store_rows(a, out + 4 * PAGE * index, 4 * SPAN)
-            index += 1
-
-    @njit(nogil=True, error_model="numpy")
-    def mix(weights, head_dim, pages, kv, page_stride, count, out, out_stride):
-        """Weights [rows, SPAN] times the values of the first `count` positions, into out [rows, head_dim]."""
-        values = kv + PAGE * head_dim * size
-        step = head_dim * size
-        chunk = 0
-        while head_dim - chunk >= 64:
-            a, b, c, d = zeros(), zeros(), zeros(), zeros()
-            for index in range(0, count, PAGE):
-                p = values + get(pages, index // PAGE) * page_stride + chunk * size
-                x = weights + 4 * index
-                a, b, c, d = product(
-                    a, b, c, d, p, p + 16 * size, p + 32 * size, p + 48 * size, step, x, 4 * SPAN, min(PAGE, count - index)
-                )
-            store_rows(a, out + 4 * chunk, out_stride)
-            store_rows(b, out + 4 * chunk + 64, out_stride)
-            store_rows(c, out + 4 * chunk + 128, out_stride)
-            store_rows(d, out + 4 * chunk + 192, out_stride)
-            chunk += 64
-        while chunk < head_dim:
-            a = zeros()
-            for index in range(0, count, PAGE):
-                p = values + get(pages, index // PAGE) * page_stride + chunk * size
-                for i in range(min(PAGE, count - index)):
-                    a = fma_rows(a, load(p + i * step), weights + 4 * (index + i), 4 * SPAN)
-            store_rows(a, out + 4 * chunk, out_stride)
-            chunk += 16
-
-    return scores, mix
-
-
-def _kernels(kind: int) -> tuple[Any, Any]:
-    """(all_scores, all_mixes): strips for any number of queries, as many at a time as registers hold."""
-    (s1, m1), (s2, m2), (s3, m3), (s4, m4), (s6, m6) = (_strips(kind, rows) for rows in (1, 2, 3, 4, 6))
-
-    @njit(nogil=True, error_model="numpy")
-    def all_scores(queries, total, head_dim, pages, kv, page_stride, count, out):
-        done = 0
-        while done < total:
-            x, y = queries + 4 * head_dim * done, out + 4 * SPAN * done
-            left = total - done
-            if left >= 6:
-                s6(x, head_dim, pages, kv, page_stride, count, y)
-                done += 6
-            elif left >= 4:
-                s4(x, head_dim, pages, kv, page_stride, count, y)
-                done += 4
-            elif left == 3:
-                s3(x, head_dim, pages, kv, page_stride, count, y)
-                done += 3
-            elif left == 2:
-                s2(x, head_dim, pages, kv, page_stride, count, y)
-                done += 2
-            else:
-                s1(x, head_dim, pages, kv, page_stride, count, y)
-                done += 1
-
-    @njit(nogil=True, error_model="numpy")
-    def all_mixes(weights, total, head_dim, pages, kv, page_stride, count, out, out_stride):
-        done = 0
-        while done < total:
-            x, y = weights + 4 * SPAN * done, out + out_stride * done
-            left = total - done
-            if left >= 6:
-                m6(x, head_dim, pages, kv, page_stride, count, y, out_stride)
-                done += 6
-            elif left >= 4:
-                m4(x, head_dim, pages, kv, page_stride, count, y, out_stride)
-                done += 4
-            elif left == 3:
-                m3(x, head_dim, pages, kv, page_stride, count, y, out_stride)
-                done += 3
-            elif left == 2:
-                m2(x, head_dim, pages, kv, page_stride, count, y, out_stride)
-                done += 2
-            else:
-                m1(x, head_dim, pages, kv, page_stride, count, y, out_stride)
-                done += 1
-
-    return all_scores, all_mixes
+    """What a thread needs for blocks of up to max(QUERIES, group) queries: the queries, their scores, two states for each, and what the
+    matrix unit reads."""
+    queries = -(-max(QUERIES, group) // BLOCK) * BLOCK
+    size = queries * (4 * head_dim + 4 * SPAN + 2 * (STATE_HEAD + 4 * head_dim))
+    return size + (queries * (2 * head_dim + 2 * SPAN) + 2 * SPAN * head_dim if MATRIX else 0)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -213,22 +92,49 @@ def _scale_scores(scores, scales, pages, page_stride, count):
         store_f32(at, mul(load_f32(at), load_f32(scales + get(pages, index) * page_stride)))
 
 
-@njit(nogil=True, error_model="numpy")
-def _softmax(scores, valid, count, state):
-    """Turn the first `valid` of `count` pages of scores into exponentials, the others into 0; the largest and the sum go to the state."""
-    largest = splat(_NONE)
-    for index in range((valid + PAGE - 1) // PAGE):
-        largest = vmax(keep_lanes(load_f32(scores + 64 * index), valid - PAGE * index, _NONE), largest)
-    largest = splat(reduce_max(largest))
-    total = f32_zero()
-    for index in range(count):
-        at = scores + 64 * index
-        left = valid - PAGE * index
-        p = keep_lanes(vexp(sub(load_f32(at), largest)), left, np.float32(0.0)) if left > 0 else f32_zero()
-        total = add(total, p)
-        store_f32(at, p)
-    store_f32(state, largest)
-    store_f32(state + 64, splat(reduce_add(total)))
+def _softmaxing(narrow: bool) -> Any:
+    """softmax(scores, valid, count, weights, state): the first `valid` of `count` pages of scores to exponentials, the others to 0.
+
+    They take the scores' place; narrow: as bfloat16 has them, and to `weights` as such if that is not 0. The largest score and the sum go
+    to the state.
+    """
+
+    @njit(nogil=True, error_model="numpy", forceinline=True)
+    def put(p, scores, weights, index):
+        store_f32(scores + 64 * index, p)
+        if narrow and weights:
+            store_bf16(weights + 32 * index, p)
+
+    @njit(nogil=True, error_model="numpy", forceinline=True)
+    def exponential(score, largest):
+        p = vexp(sub(score, largest))
+        return round_bf16(p) if narrow else p
+
+    @njit(nogil=True, error_model="numpy")
+    def softmax(scores, valid, count, weights, state):
+        full, rest = max(valid, 0) // PAGE, max(valid, 0) % PAGE
+        largest = splat(_NONE)
+        for index in range(full):
+            largest = vmax(load_f32(scores + 64 * index), largest)
+        if rest:
+            largest = vmax(keep_lanes(load_f32(scores + 64 * full), rest, _NONE), largest)
+        largest = splat(reduce_max(largest))
+        total = f32_zero()
+        for index in range(full):
+            p = exponential(load_f32(scores + 64 * index), largest)
+            total = add(total, p)
+            put(p, scores, weights, index)
+        if rest:
+            p = keep_lanes(exponential(load_f32(scores + 64 * full), largest), rest, np.float32(0.0))
+            total = add(total, p)
+            put(p, scores, weights, full)
+            full += 1
+        for index in range(full, count):
+            put(f32_zero(), scores, weights, index)
+        store_f32(state, largest)
+        store_f32(state + 64, splat(reduce_add(total)))
+
+    return softmax
 
 
 @njit(nogil=True, error_model="numpy")
@@ -256,7 +162,10 @@ def _finish(state, head_dim, out):
 
 
 def _attending(kind: int) -> Any:
-    all_scores, all_mixes = _kernels(kind)
+    all_scores, all_mixes = strips(kind)
+    narrow = kind == BFLOAT16
+    softmax = _softmaxing(narrow)
+    by_matrix = MATRIX and narrow
 
     @njit(nogil=True, error_model="numpy")
     def attend(per_head, scale_bytes, table, step, block, head, thread):
@@ -269,33 +178,54 @@ def _attending(kind: int) -> Any:
         part = get(block, BLOCK_PART)
         state_bytes = STATE_HEAD + 4 * head_dim
         total = rows * group
+        padded = (total + BLOCK - 1) // BLOCK * BLOCK
         queries = get(table, SCRATCH) + thread * get(table, SCRATCH_STRIDE)
-        scores = queries + total * 4 * head_dim
-        sums = scores + total * 4 * SPAN
-        tiles = get(table, PARTS) + (part * heads + head * group) * state_bytes if part >= 0 else sums + total * state_bytes
+        scores = queries + padded * 4 * head_dim
+        sums = scores + padded * 4 * SPAN
+        own = sums + padded * state_bytes
+        tiles = get(table, PARTS) + (part * heads + head * group) * state_bytes if part >= 0 else own
+        narrow_queries = own + padded * state_bytes
+        narrow_weights = narrow_queries + padded * 2 * head_dim
+        room = narrow_weights + padded * 2 * SPAN
+        through_matrix = by_matrix and part < 0 and total >= MATRIX_LEAST and head_dim % 32 == 0
+        if through_matrix:
+            matrix.matrix_begin()
         factor = splat(np.float32(1.0) / np.sqrt(np.float32(head_dim)))
         for row in range(rows):
             source = get(table, QKV) + (first_row + row) * get(table, QKV_STRIDE) + head * group * 4 * head_dim
             for i in range(0, group * 4 * head_dim, 64):
-                store_f32(queries + row * group * 4 * head_dim + i, mul(load_f32(source + i), factor))
+                at, q = row * group * 4 * head_dim + i, mul(load_f32(source + i), factor)
+                store_f32(queries + at, round_bf16(q) if narrow else q)
+                if through_matrix:
+                    store_bf16(narrow_queries + at // 2, q)
         for query in range(total):
             store_f32(sums + query * state_bytes + 64, f32_zero())
         for tile in range(get(block, BLOCK_TILE), get(block, BLOCK_TILE) + get(block, BLOCK_TILES)):
             seen = position + 1 - tile * SPAN  # positions of the tile that the first row sees
             count = min(SPAN, seen + rows - 1)
             pages, page_count = get(block, BLOCK_PAGES) + tile * (SPAN // PAGE) * 8, (count + PAGE - 1) // PAGE
-            all_scores(queries, total, head_dim, pages, kv, page_stride, page_count, scores)
+            if through_matrix:
+                attention_matrix.scores(narrow_queries, total, head_dim, pages, kv, page_stride, page_count, room, scores)
+            else:
+                all_scores(queries, total, head_dim, pages, kv, page_stride, page_count, scores)
             for query in range(total):
                 mine, state = scores + query * 4 * SPAN, tiles + query * state_bytes
                 if scale_bytes:
                     _scale_scores(mine, kv + scale_bytes, pages, page_stride, page_count)
-                _softmax(mine, min(SPAN, seen + query // group), page_count, state)
+                weights = narrow_weights + query * 2 * SPAN if through_matrix else 0
+                softmax(mine, min(SPAN, seen + query // group), page_count, weights, state)
                 if scale_bytes:
                     _scale_scores(mine, kv + scale_bytes + 4 * PAGE, pages, page_stride, page_count)
-            all_mixes(scores, total, head_dim, pages, kv, page_stride, count, tiles + STATE_HEAD, state_bytes)
+            mixed = tiles + STATE_HEAD
+            if through_matrix:
+                attention_matrix.mix(narrow_weights, total, head_dim, pages, kv, page_stride, count, room, mixed, state_bytes)
+            else:
+                all_mixes(scores, total, head_dim, pages, kv, page_stride, count, mixed, state_bytes)
             if part < 0:
                 for query in range(total):
                     _merge_state(sums + query * state_bytes, tiles + query * state_bytes, head_dim)
+        if through_matrix:
+            matrix.matrix_end()
         if part < 0:
             for query in range(total):
                 out = get(table, OUT) + (first_row + query // group) * get(table, OUT_STRIDE)

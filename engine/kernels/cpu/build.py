@@ -23,7 +23,7 @@ import numba
 from numba.core.bytecode import FunctionIdentity
 
 from engine.core import EngineError
-from engine.kernels.cpu.features import CPU, F16C, FEATURES, VNNI
+from engine.kernels.cpu.features import CPU, F16C, FEATURES, MATRIX, VNNI
 from engine.weights import child
 from engine.weights.cache import Progress, file_sha256, locked
 
@@ -46,6 +46,7 @@ def folder(cache_dir: Path) -> Path:
         CPU,
         FEATURES,
         VNNI,
+        MATRIX,
         F16C,
     )
     digest.update(repr(facts).encode())

@@ -11,56 +11,68 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from engine.kernels.cpu.rows import COARSE, FINE, LOW, PLAIN, SCALE, TOTAL, X, put_group
+from engine.kernels.cpu import matrix
+from engine.kernels.cpu.features import MATRIX
+from engine.kernels.cpu.rows import COARSE, FINE, PLAIN, ROWS, SAMPLES, SCALE, SHARES, TOTAL, X, put_group
 from engine.kernels.cpu.simd import add, f32_zero, get, load_f32, mul, reciprocal, splat, store_f32, sub, vexp
 from engine.kernels.cpu.stage import STAGES, Stage, stage
 from engine.kernels.cpu.tiles import AT_ONCE, BFLOAT16, BLOCK, FLOAT32, Q4_0, Q4_1, Q8_0, float_tile, group_bytes, integer_tile
 
 # A linear layer's table: int64. Addresses unless said otherwise.
-WEIGHTS, KIND, GROUPS, INPUT, OUT, OUT_STRIDE, EPILOGUE, BIAS, ROW_COUNT, TARGET, SCRATCH, SCRATCH_STRIDE, LINEAR_FIELDS = range(13)
-#   KIND: the weights' format; GROUPS: of 32 inputs; INPUT: an input's table; OUT: float32 [rows, outputs], OUT_STRIDE bytes from row to
-#   row; EPILOGUE: one of the next three; BIAS: float32 [outputs], 0: none; ROW_COUNT: which field of the step counts the rows; TARGET:
-#   SWIGLU's input table; SCRATCH: SCRATCH_STRIDE bytes for each thread
+WEIGHTS, KIND, GROUPS, ITEMS, INPUT, OUT, OUT_STRIDE, EPILOGUE, BIAS, SAMPLED, TARGET, SCRATCH, SCRATCH_STRIDE, LINEAR_FIELDS = range(14)
+#   KIND: the weights' format; GROUPS: of 32 inputs; ITEMS: how many a share of the rows has; INPUT: an input's table; OUT: float32 [rows,
+#   outputs], OUT_STRIDE bytes from row to row; EPILOGUE: one of the next three; BIAS: float32 [outputs], 0: none; SAMPLED: 1 for the
+#   sampled rows, in one share; TARGET: SWIGLU's input table; SCRATCH: SCRATCH_STRIDE bytes for each thread
 KEEP, ADD, SWIGLU = range(3)
 
-ROW_BLOCK = 32  # rows that share a tile while it is in the first-level cache
-SCRATCH_BYTES = ROW_BLOCK * 64 * 4  # of a unit's outputs on their way to an epilogue
+VECTOR_ROWS = 32  # that share a tile while it is in the first-level cache
+MATRIX_ROWS = 128  # that share a tile once it is unpacked
+MATRIX_LEAST = 24  # rows that are worth unpacking a tile for the matrix unit
+MATRIX_LAST = 12  # rows of a block that is not full that are, since it takes as long as a full one
 UNIT = 4  # tiles of an item with SWIGLU: two of gate and the two of up that go with them
+_UNIT_BYTES = (MATRIX_ROWS if MATRIX else VECTOR_ROWS) * 64 * UNIT  # of a unit's outputs on their way to an epilogue
+SCRATCH_BYTES = _UNIT_BYTES + (matrix.SCRATCH_BYTES if MATRIX else 0)
 
 
 def _multiplier(kind: int, form: int) -> Any:
-    """multiply(w, groups, input, row, rows, y, y_stride): one tile for rows from a block's start on, as many at once as registers hold."""
+    """multiply(w, groups, input, row, rows, y, y_stride, scratch): one tile for rows from a block's start on, as many at once as registers
+    hold."""
+    by_matrix = form != PLAIN and matrix.available(kind, form == FINE)
+    blocks: Any = matrix.matrix_tile(kind, form == FINE) if by_matrix else None
+    row_bytes = 64 if form == FINE else 32
     if form == PLAIN:
         one, two, four, eight = (float_tile(kind, rows) for rows in (1, 2, 4, 8))
     else:
         one, two, four, eight = (integer_tile(kind, form == FINE, rows) for rows in (1, 2, 4, 8))
 
     @njit(nogil=True, error_model="numpy")
-    def integer(w, groups, source, row, rows, y, y_stride):
-        x, low, scale, total = get(source, X), get(source, LOW), get(source, SCALE), get(source, TOTAL)
+    def integer(w, groups, source, row, rows, y, y_stride, scratch):
+        x, scale, total = get(source, X), get(source, SCALE), get(source, TOTAL)
         end = row + rows
         while row < end:
-            at, lane = row // BLOCK * groups * BLOCK, row % BLOCK
-            a, b = x + 32 * (at + lane), low + 32 * (at + lane)
-            of_row = 4 * (row // AT_ONCE * groups * AT_ONCE + row % AT_ONCE)
-            c, d = scale + of_row, total + of_row
-            if end - row >= 8:
-                eight(w, groups, a, b, c, d, y, y_stride)
+            at = row // BLOCK * groups * BLOCK + row % BLOCK
+            of_row = row // AT_ONCE * groups * AT_ONCE + row % AT_ONCE
+            a, b, c = x + row_bytes * at, scale + 4 * of_row, total + 4 * of_row
+            if by_matrix and end - row >= MATRIX_LEAST and row % BLOCK == 0:
+                count = end - row if (end - row) % BLOCK >= MATRIX_LAST else (end - row) // BLOCK * BLOCK
+                blocks(w, groups, a, b, c, count, y, y_stride, scratch)
+            elif end - row >= 8:
+                eight(w, groups, a, b, c, y, y_stride)
                 count = 8
             elif end - row >= 4:
-                four(w, groups, a, b, c, d, y, y_stride)
+                four(w, groups, a, b, c, y, y_stride)
                 count = 4
             elif end - row >= 2:
-                two(w, groups, a, b, c, d, y, y_stride)
+                two(w, groups, a, b, c, y, y_stride)
                 count = 2
             else:
-                one(w, groups, a, b, c, d, y, y_stride)
+                one(w, groups, a, b, c, y, y_stride)
                 count = 1
             row += count
             y += count * y_stride
 
     @njit(nogil=True, error_model="numpy")
-    def plain(w, groups, source, row, rows, y, y_stride):
+    def plain(w, groups, source, row, rows, y, y_stride, scratch):
         x = get(source, X)
         end = row + rows
         while row < end:
@@ -114,32 +126,52 @@ def _swiglu(unit, target, first_row, rows, group):
 
 
 def _layer(kind: int, form: int) -> Any:
-    """A stage's function for one format and form. Items are tiles of 16 outputs, or units of four with SWIGLU."""
+    """A stage's function for one format and form. Items are tiles of 16 outputs, or units of four with SWIGLU, for the
+    first share of the rows, then for the next."""
     multiply = _multiplier(kind, form)
+    by_matrix = form != PLAIN and matrix.available(kind, form == FINE)
+    row_block = MATRIX_ROWS if by_matrix else VECTOR_ROWS
 
     @njit(nogil=True, error_model="numpy")
-    def linear(table, step, first, last, thread):
-        groups, source = get(table, GROUPS), get(table, INPUT)
-        weights, tile_bytes = get(table, WEIGHTS), groups * group_bytes(get(table, KIND))
+    def share(table, source, begin, end, first, last, thread):
+        """Items first .. last - 1 for rows begin .. end - 1."""
+        groups, weights = get(table, GROUPS), get(table, WEIGHTS)
+        tile_bytes = groups * group_bytes(get(table, KIND))
         out, out_stride = get(table, OUT), get(table, OUT_STRIDE)
         epilogue, bias = get(table, EPILOGUE), get(table, BIAS)
-        scratch = get(table, SCRATCH) + thread * get(table, SCRATCH_STRIDE)
-        rows = get(step, get(table, ROW_COUNT))
+        unit = get(table, SCRATCH) + thread * get(table, SCRATCH_STRIDE)
+        scratch = unit + _UNIT_BYTES
         tiles = UNIT if epilogue == SWIGLU else 1
-        for start in range(0, rows, ROW_BLOCK):
-            count = min(ROW_BLOCK, rows - start)
+        for start in range(begin, end, row_block):
+            count = min(row_block, end - start)
             for item in range(first, last):
                 kept = out + start * out_stride + 64 * item
-                y, y_stride = (kept, out_stride) if epilogue == KEEP else (scratch, 64 * tiles)
+                y, y_stride = (kept, out_stride) if epilogue == KEEP else (unit, 64 * tiles)
                 for part in range(tiles):
                     tile = tiles * item + part
-                    multiply(weights + tile * tile_bytes, groups, source, start, count, y + 64 * part, y_stride)
+                    multiply(weights + tile * tile_bytes, groups, source, start, count, y + 64 * part, y_stride, scratch)
                     if bias:
                         _add_bias(y + 64 * part, y_stride, bias + 64 * tile, count)
                 if epilogue == ADD:
-                    _add_tile(kept, out_stride, scratch, count)
+                    _add_tile(kept, out_stride, unit, count)
                 elif epilogue == SWIGLU:
-                    _swiglu(scratch, get(table, TARGET), start, count, item)
+                    _swiglu(unit, get(table, TARGET), start, count, item)
+
+    @njit(nogil=True, error_model="numpy")
+    def linear(table, step, first, last, thread):
+        items, sampled = get(table, ITEMS), get(table, SAMPLED)
+        rows, shares = (get(step, SAMPLES), 1) if sampled else (get(step, ROWS), get(step, SHARES))
+        blocks = (rows + BLOCK - 1) // BLOCK
+        if by_matrix and rows >= MATRIX_LEAST:
+            matrix.matrix_begin()
+        while first < last:
+            which = first // items
+            upto = min(last, (which + 1) * items)
+            begin, end = blocks * which // shares * BLOCK, min(rows, blocks * (which + 1) // shares * BLOCK)
+            share(table, get(table, INPUT), begin, end, first - which * items, upto - which * items, thread)
+            first = upto
+        if by_matrix and rows >= MATRIX_LEAST:
+            matrix.matrix_end()
 
     return linear
 

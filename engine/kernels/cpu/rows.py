@@ -21,7 +21,7 @@ from engine.kernels.cpu.simd import (
     load_f32,
     mul,
     reduce_add,
-    reduce_add_i32,
+    reduce_sum_i32,
     round_i32,
     splat,
     st_f32,
@@ -34,15 +34,16 @@ from engine.kernels.cpu.stage import stage
 from engine.kernels.cpu.tiles import AT_ONCE, BLOCK
 
 # A step's table: int64. Addresses unless said otherwise.
-ROWS, TOKENS, POSITIONS, SLOTS, BLOCKS, PART_ROWS, SAMPLES, SAMPLE_ROWS, CHOICES, CHOSEN, STEP_FIELDS = range(11)
-#   ROWS: how many; TOKENS, POSITIONS, SLOTS: int64 [rows]; BLOCKS, PART_ROWS: see attention.py; SAMPLES: how many; SAMPLE_ROWS: int64
-#   [samples]; CHOICES: a record of choices.py for each sample, 0: no token is chosen; CHOSEN: int64 [samples], the tokens
+ROWS, SHARES, TOKENS, POSITIONS, SLOTS, BLOCKS, PART_ROWS, SAMPLES, SAMPLE_ROWS, CHOICES, CHOSEN, STEP_FIELDS = range(12)
+#   ROWS: how many; SHARES: into how many a linear layer parts them; TOKENS, POSITIONS, SLOTS: int64 [rows]; BLOCKS, PART_ROWS: see
+#   attention.py; SAMPLES: how many; SAMPLE_ROWS: int64 [samples]; CHOICES: a record of choices.py for each sample, 0: no token is chosen;
+#   CHOSEN: int64 [samples], the tokens
 
 # An input's table: where rows of activations go, and in which form.
-FORM, X, LOW, SCALE, TOTAL, OFFSET, GROUPS, INPUT_FIELDS = range(8)
+FORM, X, SCALE, TOTAL, OFFSET, GROUPS, INPUT_FIELDS = range(7)
 #   FORM: one of the next three. Rows come in blocks of 16, which hold a group of 32 numbers of each row, then the next group. X: float32
-#   [blocks, groups, 16, 32], or the high bytes of the same; LOW: the low bytes; SCALE: float32 by eights of rows [eights, groups, 8];
-#   TOTAL: likewise, float32 scale * sum where OFFSET is 0, else int32 OFFSET * sum
+#   or int8 [blocks, groups, 16, 32], or int8 [blocks, groups, 16, 2, 32], high and low bytes; SCALE: float32 by eights of rows [eights,
+#   groups, 8]; TOTAL: likewise, float32 scale * sum where OFFSET is 0, else int32 OFFSET * sum
 PLAIN, COARSE, FINE = range(3)
 
 _TINY = np.float32(1e-30)  # a group this small is all zero: the inverse of its scale would overflow
@@ -52,36 +53,35 @@ _TINY = np.float32(1e-30)  # a group this small is all zero: the inverse of its 
 def put_group(target, row, group, a, b):
     """Write 32 activations, in two vectors, as group `group` of row `row` of an input."""
     form, groups = get(target, FORM), get(target, GROUPS)
-    block, lane = row // BLOCK * groups + group, row % BLOCK
+    at = (row // BLOCK * groups + group) * BLOCK + row % BLOCK
     if form == PLAIN:
-        x = get(target, X) + (block * BLOCK + lane) * 128
+        x = get(target, X) + 128 * at
         store_f32(x, a)
         store_f32(x + 64, b)
         return
-    limit = np.float32(127.0) if form == COARSE else np.float32(127 * 256)
+    limit = np.float32(127.0) if form == COARSE else np.float32(127 * 16 + 7)
     peak = largest_magnitude(a, b)
     inverse = limit / peak if peak > _TINY else np.float32(0.0)
     scale = (
         np.float32(0.0) if peak <= _TINY else peak * (np.float32(1.0) / limit)
     )  # NaN stays NaN, so that a broken row is seen in its logits
     p, q = round_i32(mul(a, splat(inverse))), round_i32(mul(b, splat(inverse)))
-    at = (block * BLOCK + lane) * 32
-    x = get(target, X) + at
     if form == COARSE:
+        x = get(target, X) + 32 * at
         store_i8(x, p)
         store_i8(x + 16, q)
     else:
-        low = get(target, LOW) + at
-        store_split(x, low, p)
-        store_split(x + 16, low + 16, q)
-    at = 4 * ((row // AT_ONCE * groups + group) * AT_ONCE + row % AT_ONCE)
-    total = reduce_add_i32(p) + reduce_add_i32(q)
-    st_f32(get(target, SCALE) + at, scale)
+        x = get(target, X) + 64 * at
+        store_split(x, x + 32, p)
+        store_split(x + 16, x + 48, q)
+    total = reduce_sum_i32(p, q)
+    at = (row // AT_ONCE * groups + group) * AT_ONCE + row % AT_ONCE
+    st_f32(get(target, SCALE) + 4 * at, scale)
     offset = get(target, OFFSET)
     if offset:
-        st_i32(get(target, TOTAL) + at, np.int32(offset * total))
+        st_i32(get(target, TOTAL) + 4 * at, np.int32(offset * total))
     else:
-        st_f32(get(target, TOTAL) + at, scale * np.float32(total))
+        st_f32(get(target, TOTAL) + 4 * at, scale * np.float32(total))
 
 
 # rms_norm: the rows of HIDDEN that SOURCE_ROWS names (0: all), scaled, into an input

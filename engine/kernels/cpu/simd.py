@@ -52,11 +52,6 @@ def get(b, table, index):
     return emit_load(b, b.add(table, b.mul(index, I64(8))), I64, 8)
 
 
-@op(types.int32, address)
-def ld_i32(b, addr):
-    return emit_load(b, addr, I32, 4)
-
-
 @op(types.float32, address)
 def ld_f32(b, addr):
     return emit_load(b, addr, F32, 4)
@@ -143,12 +138,6 @@ def load_bytes(b, addr):
     return emit_load(b, addr, B8X64)
 
 
-@op(f32x16, address)
-def splat_f32(b, addr):
-    """The float32 at addr, in each lane."""
-    return emit_splat(b, emit_load(b, addr, F32, 4), F32X16)
-
-
 @op(types.void, address, f32x16)
 def store_f32(b, addr, v):
     emit_store(b, addr, v, 4)
@@ -161,24 +150,38 @@ def store_i8(b, addr, v):
 
 @op(types.void, address, address, i32x16)
 def store_split(b, high, low, v):
-    """v = 256 * high + low, each an int8."""
-    upper = b.ashr(b.add(v, lanes(128, I32X16)), lanes(8, I32X16))
+    """v = 16 * high + low, each an int8, low in -8 .. 7."""
+    upper = b.ashr(b.add(v, lanes(8, I32X16)), lanes(4, I32X16))
     emit_store(b, high, b.trunc(upper, ir.VectorType(I8, LANES)))
-    emit_store(b, low, b.trunc(b.sub(v, b.shl(upper, lanes(8, I32X16))), ir.VectorType(I8, LANES)))
+    emit_store(b, low, b.trunc(b.sub(v, b.shl(upper, lanes(4, I32X16))), ir.VectorType(I8, LANES)))
+
+
+_LEAST = 2.0**-50  # products of two such numbers, and what is left of their sums, are far from subnormal
+
+
+def _rounded(b: Any, v: Any) -> Any:
+    """The bits of v as bfloat16 has it, in the upper half of 32."""
+    bits = b.bitcast(v, I32X16)
+    even = b.and_(b.lshr(bits, lanes(16, I32X16)), lanes(1, I32X16))
+    rounded = b.and_(b.add(bits, b.add(even, lanes(0x7FFF, I32X16))), lanes(0xFFFF0000, I32X16))
+    kept = b.select(b.fcmp_unordered("uno", v, v), lanes(0x7FC00000, I32X16), rounded)
+    small = b.icmp_unsigned("<", b.and_(kept, lanes(0x7FFFFFFF, I32X16)), b.bitcast(lanes(_LEAST), I32X16))
+    return b.select(small, lanes(0, I32X16), kept)
 
 
 def _bf16(b: Any, v: Any) -> Any:
-    """Rounded to nearest even; NaN stays NaN."""
-    bits = b.bitcast(v, I32X16)
-    even = b.and_(b.lshr(bits, lanes(16, I32X16)), lanes(1, I32X16))
-    rounded = b.lshr(b.add(bits, b.add(even, lanes(0x7FFF, I32X16))), lanes(16, I32X16))
-    kept = b.select(b.fcmp_unordered("uno", v, v), lanes(0x7FC0, I32X16), rounded)
-    return b.trunc(kept, ir.VectorType(I16, LANES))
+    return b.trunc(b.lshr(_rounded(b, v), lanes(16, I32X16)), ir.VectorType(I16, LANES))
+
+
+@op(f32x16, f32x16)
+def round_bf16(b, v):
+    """Rounded to nearest even, as float32; NaN stays NaN, what is below 2 ** -50 becomes 0."""
+    return b.bitcast(_rounded(b, v), F32X16)
 
 
 @op(types.void, address, f32x16)
 def store_bf16(b, addr, v):
-    """Rounded to nearest even; NaN stays NaN."""
+    """As `round_bf16` has it."""
     emit_store(b, addr, _bf16(b, v), 2)
 
 
@@ -274,11 +277,6 @@ def vmax(b, x, y):
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-@op(f32x16, i32x16)
-def to_f32(b, x):
-    return b.sitofp(x, F32X16)
-
-
 _ROUND = 12582912.0  # 1.5 * 2 ** 23: adding it leaves a small number's integer in the low bits
 _ROUND_BITS = 0x4B400000
 
@@ -325,9 +323,10 @@ def reduce_add(b, x):
     return _halved(b, x, b.fadd)
 
 
-@op(types.int32, i32x16)
-def reduce_add_i32(b, x):
-    return _halved(b, x, b.add)
+@op(types.int32, i32x16, i32x16)
+def reduce_sum_i32(b, x, y):
+    """The sum of all lanes of both."""
+    return _halved(b, b.add(x, y), b.add)
 
 
 def _halved(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:

@@ -78,6 +78,18 @@ def splat_rows_i32(b, rows, addr, stride):
     )
 
 
+@generic_op(lambda rows, *_: (types.UniTuple(i32x16, rows.count), (rows, address, types.intp)), 3)
+def load_rows_i32(b, rows, addr, stride):
+    """As many rows as `rows` has: 16 int32 each, at addr + r * stride."""
+    return cgutils.pack_array(b, [emit_load(b, _at(b, addr, index, stride), I32X16, 4) for index in range(rows.type.count)])
+
+
+@generic_op(_per_row(address, types.intp), 3)
+def load_rows(b, rows, addr, stride):
+    """As many rows as `rows` has: 16 float32 each, at addr + r * stride."""
+    return _each(b, rows, lambda index, _: emit_load(b, _at(b, addr, index, stride), F32X16, 4))
+
+
 @generic_op(lambda rows, *_: (types.UniTuple(i32x16, rows.count), (rows,)), 1)
 def zero_rows_i32(b, rows):
     """As many rows as `rows` has, all zero."""
@@ -86,8 +98,8 @@ def zero_rows_i32(b, rows):
 
 @generic_op(lambda rows, other: (rows, (rows, other)), 2)
 def high_and_low(b, high, low):
-    """256 * high + low."""
-    return _each(b, high, lambda index, value: b.add(b.shl(value, lanes(8, I32X16)), b.extract_value(low, index)))
+    """16 * high + low."""
+    return _each(b, high, lambda index, value: b.add(b.shl(value, lanes(4, I32X16)), b.extract_value(low, index)))
 
 
 @generic_op(lambda rows, sums, *_: (rows, (rows, sums, f32x16, address, types.intp)), 5)
@@ -105,6 +117,11 @@ def scale_rows(b, rows, sums, scale, x_scale, stride):
 def fma_rows(b, rows, v, x, stride):
     """rows[r] += v * the float32 at x + r * stride."""
     return _each(b, rows, lambda index, total: emit_fma(b, v, emit_splat(b, emit_load(b, _at(b, x, index, stride), F32, 4), F32X16), total))
+
+
+@generic_op(lambda rows, other: (rows, (rows, other)), 2)
+def add_rows_i32(b, rows, other):
+    return _each(b, rows, lambda index, value: b.add(value, b.extract_value(other, index)))
 
 
 @generic_op(lambda rows, other: (rows, (rows, other)), 2)

@@ -1,8 +1,9 @@
 """Stages: the compiled functions a step is made of, and the loop that runs them on several threads without the GIL.
 
 Owns how work is shared. A program is a list of stages, each with a table of parameters and a number of items; `run` takes every
-thread through it. In a stage, threads take items from a common counter, so a thread that the system held up delays nobody, and go on when
-all items are done. Which thread does an item changes nothing in its result. Knows nothing of what stages compute.
+thread through it. In a stage, each thread has a lane of items of its own, so that it mostly reads what it wrote itself; when these are
+taken it helps in the others' lanes, so a thread that the system held up delays nobody; all go on when all items are done. Which thread does
+an item changes nothing in its result. Knows nothing of what stages compute.
 
 A stage is a C function of its own, compiled and cached by itself (`build.py` says where), so that a model brings in only what it needs.
 """
@@ -25,7 +26,7 @@ from engine.kernels.cpu.simd import ld_i64
 from engine.kernels.cpu.sync import call_stage, fetch_add, load_acquire, relax, yield_core
 
 FUNCTION, TABLE, ITEMS, CHUNK, COLUMNS = range(5)  # a program's columns: int64 [stages, COLUMNS]
-COUNTER_BYTES = 128  # for each stage: items taken, and on another cache line items done
+LINE = 64  # bytes of a cache line. A stage has one counter on each of 1 + threads: items done, and items taken of each lane
 
 _SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64, types.int64)
 _RUN_SIGNATURE = types.void(*[types.int64] * 5)
@@ -64,19 +65,27 @@ def stage(function: Callable[..., None]) -> Stage:
 
 
 @njit(nogil=True, error_model="numpy")
-def _work(program, stages, step, counters, thread):
+def _lane(items, chunk, lane, threads):
+    """Where a lane begins: after whole chunks."""
+    return min(items, (items + chunk - 1) // chunk * lane // threads * chunk)
+
+
+@njit(nogil=True, error_model="numpy")
+def _work(program, stages, step, counters, thread, threads):
     for index in range(stages):
         row = program + index * 8 * COLUMNS
         function, table, items, chunk = ld_i64(row), ld_i64(row + 8), ld_i64(row + 16), ld_i64(row + 24)
-        taken = counters + index * COUNTER_BYTES
-        done = taken + COUNTER_BYTES // 2
-        if load_acquire(taken) < items:
-            first = fetch_add(taken, chunk)
-            while first < items:
-                last = min(items, first + chunk)
-                call_stage(function, table, step, first, last, thread)
-                fetch_add(done, last - first)
-                first = fetch_add(taken, chunk)
+        done = counters + index * LINE * (1 + threads)
+        for turn in range(threads):
+            lane = (thread + turn) % threads
+            start, end = _lane(items, chunk, lane, threads), _lane(items, chunk, lane + 1, threads)
+            taken = done + LINE * (1 + lane)
+            while start + load_acquire(taken) < end:
+                first = start + fetch_add(taken, chunk)
+                if first < end:
+                    last = min(end, first + chunk)
+                    call_stage(function, table, step, first, last, thread)
+                    fetch_add(done, last - first)
         spins = 0
         while load_acquire(done) < items:
             spins += 1
@@ -88,7 +97,7 @@ def _work(program, stages, step, counters, thread):
 
 def _run(program, stages, step, counters, threads):
     for thread in prange(threads):
-        _work(program, stages, step, counters, thread)
+        _work(program, stages, step, counters, thread, threads)
 
 
 @cache
@@ -132,8 +141,9 @@ class Team:
     def run(self, program: np.ndarray, step: np.ndarray) -> None:
         """Run `program` int64 [stages, COLUMNS] with the step's table; the GIL is free meanwhile."""
         self._claim()
-        if self._counters.size < program.shape[0] * COUNTER_BYTES // 8:
-            self._counters = np.zeros(program.shape[0] * COUNTER_BYTES // 8, np.int64)
+        counters = program.shape[0] * (1 + self.threads) * LINE // 8
+        if self._counters.size < counters:
+            self._counters = np.zeros(counters, np.int64)
         self._counters.fill(0)
         _compiled_run()(program.ctypes.data, program.shape[0], step.ctypes.data, self._counters.ctypes.data, self.threads)
 

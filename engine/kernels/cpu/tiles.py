@@ -13,7 +13,7 @@ Packed weights, for each tile of 16 outputs, groups of 32 inputs in order (`engi
 | float32, bfloat16 | 32 inputs x 16 outputs | as it is |
 
 Rows of activations come in blocks of 16, group by group. They are float32, or int8 in groups of 32 with a float32 scale and the integers'
-sum (GGUF's own arithmetic). A "fine" row has a second byte for each number: 256 * high + low, 16 bits in all, for inputs whose rounding
+sum (GGUF's own arithmetic). A "fine" row has a second byte for each number: 16 * high + low, 12 bits in all, for inputs whose rounding
 costs the most.
 """
 
@@ -67,10 +67,10 @@ def group_bytes(kind):
 
 
 def integer_tile(kind: int, fine: bool, rows: int) -> Any:
-    """tile(w, groups, x, low, scale, total, y, y_stride) for int8 rows.
+    """tile(w, groups, x, scale, total, y, y_stride) for int8 rows.
 
-    w: the tile's weights; x, low: the high and low bytes of the first row; scale: its float32 scales; total: its float32 scale * sum
-    (q4_1) or int32 offset * sum (the others). Rows are 32 bytes apart, their scales and totals 4. y: float32, rows `y_stride` bytes apart.
+    w: the tile's weights; x: the first row's bytes, the low ones of a fine row after the high ones; scale: its float32 scales; total: its
+    float32 scale * sum (q4_1) or int32 offset * sum (the others). y: float32, rows `y_stride` bytes apart.
     """
     zeros = rows_f32(rows)
     nibbles = kind in (Q4_0, Q4_1)
@@ -79,6 +79,7 @@ def integer_tile(kind: int, fine: bool, rows: int) -> Any:
     scales = 64 * vectors  # where they begin
     size = GROUP_BYTES[kind]
     many = rows >= AT_ONCE
+    row_bytes = 64 if fine else 32
     prefetch = prefetch_lines(-(-size // 64))
 
     @njit(nogil=True, error_model="numpy", forceinline=True)
@@ -86,33 +87,32 @@ def integer_tile(kind: int, fine: bool, rows: int) -> Any:
         for j in range(vectors):
             v = load_bytes(w + 64 * j)
             if nibbles:
-                sums = dot_rows(sums, low_nibbles(v), x + 4 * j, 32)
+                sums = dot_rows(sums, low_nibbles(v), x + 4 * j, row_bytes)
                 if many:
                     keep_order()
-                sums = dot_rows(sums, high_nibbles(v), x + 16 + 4 * j, 32)
+                sums = dot_rows(sums, high_nibbles(v), x + 16 + 4 * j, row_bytes)
             else:
-                sums = dot_rows(sums, v, x + 4 * j, 32)
+                sums = dot_rows(sums, v, x + 4 * j, row_bytes)
             if many:
                 keep_order()
         return sums
 
     @njit(nogil=True, error_model="numpy")
-    def tile(w, groups, x, low, scale, total, y, y_stride):
+    def tile(w, groups, x, scale, total, y, y_stride):
         result = zeros()
         for _ in range(groups):
             prefetch(w + groups * size)  # the next tile's
             sums = zero_rows_i32(result) if minima else splat_rows_i32(result, total, 4)
             if fine:
                 high = products(zero_rows_i32(result), w, x)
-                sums = high_and_low(high, products(sums, w, low))
+                sums = high_and_low(high, products(sums, w, x + 32))
             else:
                 sums = products(sums, w, x)
             result = scale_rows(result, sums, load_half(w + scales), scale, 4)
             if minima:
                 result = fma_rows(result, load_half(w + scales + 32), total, 4)
             w += size
-            x += 32 * BLOCK
-            low += 32 * BLOCK
+            x += row_bytes * BLOCK
             scale += 4 * AT_ONCE
             total += 4 * AT_ONCE
         store_rows(result, y, y_stride)

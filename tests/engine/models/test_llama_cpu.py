@@ -131,8 +131,9 @@ def errors(got: Array, wanted: Array) -> Array:
 
 # Against the reference
 
-# The largest error that is let through: for exact activations, and for int8 ones (a 4-bit model's own arithmetic).
-EXACT, ROUNDED, COARSE = 1e-4, 5e-3, 0.1
+# The largest error that is let through: for exact activations, by what the KV cache holds (a key on the edge between two int8 values may go
+# to either; with bfloat16, queries and softmax weights are rounded too), and for int8 activations (a 4-bit model's own arithmetic).
+EXACT, COARSE = {"float32": 1e-4, "bfloat16": 0.03, "int8": 5e-3}, 0.1
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
@@ -145,8 +146,9 @@ def test_logits_are_those_of_the_reference(packed: Callable[[str], PackedModel],
     cuts = [30, 31, 130, *range(160, 170)]
     wanted = logits(Reference(model, BLOCKS, kv_dtype), ids, table)
     exact = logits(new(model, kv_dtype=kv_dtype, exact=True), ids, table, cuts)
-    # A key that lies on the edge between two bfloat16 or int8 values may go to either.
-    assert errors(exact, wanted).max() < (EXACT if kv_dtype == "float32" else ROUNDED)
+    off = errors(exact, wanted)
+    assert off.max() < EXACT[kv_dtype]
+    assert np.median(off) < EXACT[kv_dtype] / 5
     default = logits(new(model, kv_dtype=kv_dtype), ids, table, cuts)
     assert errors(default, wanted).max() < COARSE
     if kv_dtype == "float32":
@@ -370,4 +372,4 @@ def test_stages_that_were_compiled_apart_work_together(tmp_path: Path) -> None:
     folders = [str(tmp_path / name / "converted" / "m") for name in models]
     command = [sys.executable, "-c", COMPARE, str(tmp_path / "cache"), *folders]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert [float(line) < EXACT for line in said.stdout.split()] == [True, True], said
+    assert [float(line) < EXACT["float32"] for line in said.stdout.split()] == [True, True], said

@@ -17,6 +17,7 @@ from engine.kernels.cpu import attention as at
 from engine.kernels.cpu import kv
 from engine.kernels.cpu.kv import PAGE
 from engine.kernels.cpu.rows import PLAIN
+from engine.kernels.cpu.strips import SPAN
 from engine.weights import blocks
 from tests.engine.kernels.cpu.workbench import Array, Input, Memory, blank_pages, page_views, run, stored
 
@@ -130,10 +131,16 @@ class Case:
         return Case(self.shape, [Span(0, rows, context, span.table)], self.queries[start : start + rows], self.pages)
 
     def expected(self) -> Array:
-        """float64 [rows, heads, head_dim]: the reference's, on the numbers as stored."""
+        """float64 [rows, heads, head_dim]: the reference's, on the numbers as stored, and on queries as they are multiplied."""
         size = self.shape.block_size
         cache = [torch.from_numpy(each).unflatten(0, (-1, size)) for each in stored(self.shape.kind, self.pages, self.shape.head_dim)]
-        return reference.paged_attention(torch.from_numpy(self.queries.astype(np.float64)), torch.stack(cache), self.spans).numpy()
+        queries = self.queries.astype(np.float64)
+        if self.shape.kind == "bfloat16":
+            factor = np.float32(1 / np.sqrt(np.float32(self.shape.head_dim)))
+            scaled = np.nan_to_num(self.queries * factor)
+            rounded = blocks.from_bfloat16(blocks.to_bfloat16(scaled)).astype(np.float64) / factor
+            queries = np.where(np.isnan(self.queries), np.nan, rounded)
+        return reference.paged_attention(torch.from_numpy(queries), torch.stack(cache), self.spans).numpy()
 
     def run(self, cut: Cut = whole, split: bool = False, pieces: Sequence[int] = (), thread: int = 0) -> Array:
         """float32 [rows, heads, head_dim]: the kernels'. split: lone rows go through their tiles in parts, to be merged."""
@@ -146,7 +153,7 @@ class Case:
             pages = self._pages(memory, span)
             row = 0
             for rows in cut(span.rows, shape.block_rows):
-                tiles = -(-(span.context - span.rows + row + rows) // at.SPAN)
+                tiles = -(-(span.context - span.rows + row + rows) // SPAN)
                 if split and rows == 1 and 1 < tiles <= PARTS - parts:
                     part_rows[span.first + row] = parts, tiles
                     listed += [(span.first + row, 1, pages, tile, 1, parts + tile) for tile in range(tiles)]

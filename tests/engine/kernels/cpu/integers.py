@@ -77,15 +77,15 @@ def linears(names: Sequence[str]) -> dict[str, Array]:
     have(merge, *(linear_stage(kind, form) for kind, form in layers))
     for kind, form in layers:
         random = np.random.default_rng(1)
-        for count, what in zip((1, 2, 4, 15, 40), ACTIVATIONS, strict=True):
-            layer = weights(kind, 40, 160, random)
-            made[f"{kind} {form} {count}"] = product(kind, form, layer, activations(random, count, 160, what))
+        for count, what in zip((1, 2, 4, 15, 167), ACTIVATIONS, strict=True):
+            layer = weights(kind, 40, 800, random)
+            made[f"{kind} {form} {count}"] = product(kind, form, layer, activations(random, count, 800, what))
     return made
 
 
 def main() -> None:
     path, *names = sys.argv[1:]
-    np.savez(path, vnni=features.VNNI, **(linears(names) if names else dots()))
+    np.savez(path, vnni=features.VNNI, matrix=features.MATRIX, **(linears(names) if names else dots()))
 
 
 if __name__ == "__main__":

@@ -201,6 +201,7 @@ def test_the_folder_is_named_after_all_that_machine_code_depends_on(tmp_path: Pa
         (build, "CPU", "abacus"),
         (build, "FEATURES", "+beads"),
         (build, "VNNI", not features.VNNI),
+        (build, "MATRIX", not features.MATRIX),
         (build, "F16C", not features.F16C),
     ):
         monkeypatch.setattr(owner, name, value)

@@ -77,7 +77,8 @@ def test_rows_are_rotated_and_stored(kind: str, head_dim: int, count: int, group
         if kind == "float32":
             np.testing.assert_array_equal(mine, wanted)
         elif kind == "bfloat16":
-            np.testing.assert_array_equal(mine, blocks.from_bfloat16(blocks.to_bfloat16(wanted)))
+            rounded = blocks.from_bfloat16(blocks.to_bfloat16(wanted))
+            np.testing.assert_array_equal(mine, np.where(np.abs(rounded) < 2.0**-50, 0, rounded))
         else:
             peaks = np.abs(wanted).max(-1, keepdims=True).astype(np.float64)
             assert (np.abs(mine - wanted) <= peaks * (0.5 / 127 + 4e-7)).all()
@@ -141,14 +142,14 @@ def test_what_is_no_number_breaks_later_rows_only(kind: str, broken: int, where:
     assert np.allclose(values[[0, 2]], 1)
 
 
-def test_bfloat16_ties_go_to_even() -> None:
-    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF818000, 0x00008000, 0x7F7F7FFF, 0x80000000], np.uint32)
+def test_bfloat16_ties_go_to_even_and_next_to_nothing_to_zero() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF818000, 0x26808000, 0x7F7F7FFF, 0x267F7FFF], np.uint32)
     x = np.zeros((1, 48), np.float32)
     x[0, 32:40] = bits.view(np.float32)
     x[0, 16:24] = bits.view(np.float32)
     cos, sin = np.ones((1, 8), np.float32), np.zeros((1, 8), np.float32)
     store = Store("bfloat16", x, 1, 16, np.zeros(1, np.int64), np.zeros(1, np.int64), cos, sin).run()
     keys, values, _ = page_views("bfloat16", store.pages, 16)
-    wanted = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0xBF82, 0x0000, 0x7F7F, 0x8000]
+    wanted = [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0xBF82, 0x2680, 0x7F7F, 0x0000]
     assert values[0, 0, 0, :8].tolist() == wanted
-    assert keys[0, 0, :7, 0].tolist() == wanted[:7]
+    assert keys[0, 0, :8, 0].tolist() == wanted

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels.cpu import linear as li
-from engine.kernels.cpu import rows
 from engine.kernels.cpu.linear import linear_stage
 from engine.kernels.cpu.rows import COARSE, FINE, PLAIN
 from tests.engine.kernels.cpu.workbench import (
@@ -32,7 +31,7 @@ from tests.engine.kernels.cpu.workbench import (
 FORMS = [(kind, form) for kind in INTEGER_FORMATS for form in FORM_NAMES] + [(kind, "plain") for kind in FLOAT_FORMATS]
 each_form = pytest.mark.parametrize(("kind", "form_name"), FORMS, ids=lambda part: part)
 FLOAT_ROUNDING = 2e-6  # of the sum of magnitudes: sums of up to 1,536 float32 products in 2 x 16 lanes
-ALLOWED = {PLAIN: 1e-5, COARSE: 1e-2, FINE: 1e-4}  # relative error
+ALLOWED = {PLAIN: 1e-5, COARSE: 1e-2, FINE: 1e-3}  # relative error
 
 row_counts = st.sampled_from([1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50])
 input_sizes = st.sampled_from([32, 64, 96, 256, 576, 1536])
@@ -75,7 +74,7 @@ def test_outputs_are_those_of_float64(
 @UNHURRIED
 @given(row_counts, input_sizes, output_sizes, seeds)
 def test_the_relative_error_is_small(kind: str, form_name: str, count: int, inputs: int, outputs: int, seed: int) -> None:
-    """1e-2 with int8 activations, 1e-4 with fine ones, 1e-5 with float32, of the size of rows and weights; few outputs may cancel out."""
+    """1e-2 with int8 activations, 1e-3 with fine ones, 1e-5 with float32, of the size of rows and weights; few outputs may cancel out."""
     random, form = np.random.default_rng(seed), FORM_NAMES[form_name]
     layer, x = weights(kind, outputs, inputs, random), random.standard_normal((count, inputs)).astype(np.float32)
     expected = x.astype(np.float64) @ layer.dequantised().T
@@ -148,18 +147,18 @@ def test_no_rows_write_nothing(kind: str, form_name: str) -> None:
     random, memory, form = np.random.default_rng(0), Memory(), FORM_NAMES[form_name]
     source = Input(memory, form, 16, 64, kind).fill(memory, activations(random, 16, 64, "normal"))
     linear = Linear(memory, weights(kind, 32, 64, random), source)
-    linear.step = memory.step(rows=0)
+    linear.step = memory.step(rows=0, shares=1)
     assert np.isnan(linear.run()).all()
     memory.check()
 
 
 @each_form
-def test_rows_are_counted_by_the_field_that_the_table_names(kind: str, form_name: str) -> None:
-    """The head runs over the sampled rows, of which there are fewer."""
+def test_the_head_runs_over_the_sampled_rows(kind: str, form_name: str) -> None:
+    """Of which there are fewer."""
     random, memory, form = np.random.default_rng(0), Memory(), FORM_NAMES[form_name]
     source = Input(memory, form, 5, 64, kind).fill(memory, activations(random, 5, 64, "normal"))
-    linear = Linear(memory, weights(kind, 32, 64, random), source, count_field=rows.SAMPLES)
-    linear.step = memory.step(rows=5, samples=2)
+    linear = Linear(memory, weights(kind, 32, 64, random), source, sampled=True)
+    linear.step = memory.step(rows=5, shares=1, samples=2)
     out = linear.run()
     assert np.isfinite(out[:2]).all()
     assert np.isnan(out[2:]).all()
@@ -211,8 +210,9 @@ def test_a_rows_bits_are_the_same_in_every_batch(
     layer, x = weights(kind, outputs, inputs, random), activations(random, count, inputs, what)
     whole = product(kind, form, layer, x)
     order = np.array(data.draw(st.permutations(range(count))))
-    pieces = data.draw(st.lists(st.integers(0, layer.padded_outputs // 16), max_size=4))
-    assert product(kind, form, layer, x[order], pieces).tobytes() == whole[order].tobytes()
+    shares = data.draw(st.integers(1, 3))
+    pieces = data.draw(st.lists(st.integers(0, shares * layer.padded_outputs // 16), max_size=4))
+    assert product(kind, form, layer, x[order], pieces, shares).tobytes() == whole[order].tobytes()
     first = data.draw(st.integers(0, count - 1))
     last = data.draw(st.integers(first + 1, count))
     assert product(kind, form, layer, x[first:last]).tobytes() == whole[first:last].tobytes()

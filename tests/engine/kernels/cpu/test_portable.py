@@ -19,15 +19,16 @@ ROOT = Path(__file__).parents[4]
 
 
 def in_a_process(tmp_path: Path, *names: str, **environment: str) -> dict[str, Array]:
-    """What `integers` gives in a fresh process with a cache of its own and HOCKET_SIMD=portable."""
+    """What `integers` gives in a fresh process with a cache of its own and HOCKET_SIMD=portable, or as told."""
     out = tmp_path / "out.npz"
     environment = {**os.environ, "HOCKET_SIMD": "portable", "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
     command = [sys.executable, "-m", "tests.engine.kernels.cpu.integers", str(out), *names]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     with np.load(out) as made:
-        assert not made["vnni"]
-        return {name: made[name] for name in made.files if name != "vnni"}
+        assert not made["matrix"]
+        assert bool(made["vnni"]) == (features.VNNI and environment["HOCKET_SIMD"] == "vector")
+        return {name: made[name] for name in made.files if name not in ("vnni", "matrix")}
 
 
 def check(mine: dict[str, Array], theirs: dict[str, Array]) -> None:
@@ -37,10 +38,12 @@ def check(mine: dict[str, Array], theirs: dict[str, Array]) -> None:
         assert values.tobytes() == theirs[name].tobytes(), name
 
 
-def test_the_instruction_is_used_where_there_is_one() -> None:
-    if os.environ.get("HOCKET_SIMD") == "portable":
-        pytest.skip("HOCKET_SIMD=portable is set")
-    assert bool(llvm.get_host_cpu_features().get("avx512vnni")) == features.VNNI
+def test_the_instructions_are_used_where_there_are_any() -> None:
+    if os.environ.get("HOCKET_SIMD"):
+        pytest.skip("HOCKET_SIMD is set")
+    has = llvm.get_host_cpu_features()
+    assert bool(has.get("avx512vnni")) == features.VNNI
+    assert bool(has.get("amx-int8") and has.get("avx512vnni")) == features.MATRIX
 
 
 def test_dots_of_bytes_are_exact(tmp_path: Path) -> None:
@@ -56,6 +59,13 @@ def test_dots_of_bytes_are_exact(tmp_path: Path) -> None:
 def test_linear_layers_have_the_same_bits(tmp_path: Path) -> None:
     names = ["q4_1 coarse", "q4_1 fine", "q8_0 coarse", "q8_0 fine"]
     check(integers.linears(names), in_a_process(tmp_path, *names))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not features.MATRIX, reason="this CPU has no matrix unit")
+def test_linear_layers_have_the_same_bits_without_the_matrix_unit(tmp_path: Path) -> None:
+    names = ["q4_1 coarse", "q4_1 fine", "q4_0 coarse", "q4_0 fine", "q8_0 coarse"]
+    check(integers.linears(names), in_a_process(tmp_path, *names, HOCKET_SIMD="vector"))
 
 
 @pytest.mark.slow
@@ -76,7 +86,7 @@ def test_a_misspelt_choice_is_refused() -> None:
         text=True,
     )
     assert done.returncode == 1
-    assert "HOCKET_SIMD: expected portable or nothing, got 'portabel'" in done.stderr
+    assert "HOCKET_SIMD: expected vector, portable or nothing, got 'portabel'" in done.stderr
 
 
 def test_float16_is_widened_exactly_without_the_instruction() -> None:

@@ -36,7 +36,7 @@ FEW = settings(UNHURRIED, max_examples=10)
 INTEGER_FORMATS = ("q4_0", "q4_1", "q8_0")
 FLOAT_FORMATS = ("float32", "bfloat16")
 FORM_NAMES = {"plain": PLAIN, "coarse": COARSE, "fine": FINE}
-STEPS = {COARSE: 127, FINE: 127 * 256}  # by which a group's largest number is divided
+STEPS = {COARSE: 127, FINE: 127 * 16 + 7}  # by which a group's largest number is divided
 GUARD = 0xA5  # in every byte that no kernel may touch
 
 
@@ -116,17 +116,16 @@ class Input:
         self.form, self.count, self.groups = form, count, inputs // 32
         self.offset = OFFSETS[weights] if form != PLAIN else 0
         padded = -(-count // 16) * 16
-        blank = np.full((padded // 16, self.groups, 16, 32), np.nan, np.float32)
-        self.low = self.scale = self.total = np.empty(0)
+        blocks = (padded // 16, self.groups, 16)
+        self.scale = self.total = np.empty(0)
         if form == PLAIN:
-            self.x = memory.place(blank)
+            self.x = memory.place(np.full((*blocks, 32), np.nan, np.float32))
         else:
-            self.x = memory.place(np.full(blank.shape, 77), np.int8)
-            self.low = memory.place(np.full(blank.shape if form == FINE else 0, -77), np.int8)
+            self.x = memory.place(np.full((*blocks, 2, 32) if form == FINE else (*blocks, 32), 77), np.int8)
             eights = (padded // 8, self.groups, 8)
             self.scale = memory.place(np.full(eights, np.nan))
             self.total = memory.place(np.full(eights, 0x7FC00000), np.int32)
-        addresses = (each.ctypes.data for each in (self.x, self.low, self.scale, self.total))
+        addresses = (each.ctypes.data for each in (self.x, self.scale, self.total))
         self.table = memory.table(form, *addresses, self.offset, self.groups)
 
     def fill(self, memory: Memory, values: Array) -> Input:
@@ -146,8 +145,8 @@ class Input:
 
     def integers(self) -> Array:
         """int64 [count, groups, 32]: what was quantised."""
-        high = self.x.astype(np.int64)
-        made = 256 * high + self.low if self.form == FINE else high
+        wide = self.x.astype(np.int64)
+        made = 16 * wide[:, :, :, 0] + wide[:, :, :, 1] if self.form == FINE else wide
         return made.swapaxes(1, 2).reshape(-1, self.groups, 32)[: self.count]
 
     def scales(self) -> Array:
@@ -211,7 +210,8 @@ class Linear:
         bias: Array | None = None,
         before: Array | None = None,
         target: Input | None = None,
-        count_field: int = rows.ROWS,
+        sampled: bool = False,
+        shares: int = 1,
         threads: int = 1,
     ) -> None:
         """bias: float32 [padded outputs]; before: what the outputs hold already, float32 [rows, padded outputs]."""
@@ -225,28 +225,29 @@ class Linear:
             memory.place(layer.data, np.uint8).ctypes.data,
             FORMATS[layer.format],
             layer.inputs // 32,
+            layer.padded_outputs // (64 if epilogue == li.SWIGLU else 16),
             source.table,
             0 if epilogue == li.SWIGLU else self.out.ctypes.data,
             4 * layer.padded_outputs,
             epilogue,
             0 if bias is None else memory.place(bias).ctypes.data,
-            count_field,
+            int(sampled),
             target.table if target else 0,
             scratch.ctypes.data,
             stride,
         )
-        self.items = layer.padded_outputs // (64 if epilogue == li.SWIGLU else 16)
-        self.step = memory.step(**{"samples" if count_field == rows.SAMPLES else "rows": self.count})
+        self.items = layer.padded_outputs // (64 if epilogue == li.SWIGLU else 16) * shares
+        self.step = memory.step(samples=self.count) if sampled else memory.step(rows=self.count, shares=shares)
 
     def run(self, pieces: Sequence[int] = (), thread: int = 0) -> Array:
         run(self.stage, self.table, self.step, self.items, pieces, thread)
         return self.out
 
 
-def product(kind: str, form: int, layer: PackedLinear, x: Array, pieces: Sequence[int] = ()) -> Array:
+def product(kind: str, form: int, layer: PackedLinear, x: Array, pieces: Sequence[int] = (), shares: int = 1) -> Array:
     """float32 [rows, padded outputs]: x float32 [rows, inputs] through a layer by the kernels."""
     memory = Memory()
-    out = Linear(memory, layer, Input(memory, form, len(x), layer.inputs, kind).fill(memory, x)).run(pieces)
+    out = Linear(memory, layer, Input(memory, form, len(x), layer.inputs, kind).fill(memory, x), shares=shares).run(pieces)
     memory.check()
     return out
 
