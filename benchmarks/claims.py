@@ -196,8 +196,9 @@ def prefix_cache(bench: Bench, prompt_length: int = 1024) -> str:
 
 
 def main(flags: list[str]) -> None:
+    options = engine_options(load(flags, "hocket bench claims"))
     print(f"{machine.measure()}\n", flush=True)
-    bench = Bench(engine_options(load(flags, "hocket bench claims")))
+    bench = Bench(options)
     bench.together([bench.request(bench.prompt(64), 8) for _ in range(2)])  # warm
     for claim in (kv_cache, step_time, batch_sizes, batching, prefix_cache):
         print(f"{claim(bench)}\n", flush=True)
