@@ -4,9 +4,9 @@ Owns: the waiting and the running sequences, their block tables, and when they f
 arrivals and the aborts; no clock, no tensors, no I/O, so thousands of schedules can be tested in seconds.
 
 Each step has a budget of tokens. Every running decode gets its one token first; the rest goes to prefills, oldest sequence
-first; then waiting sequences are admitted in order of arrival while the batch, the budget and the pool have room. Only a step's first
-prefill may be a part of a prompt: one that does not fit whole behind another waits for the next step, which costs it no time (its last
-token would run there anyway) and gives the one before it a shorter step.
+first; then waiting sequences are admitted in order of arrival while the batch, the budget and the pool have room. A prompt that fits a
+step is not parted: if it does not fit behind another, it waits for the next step, where its last token would have run anyway, and the one
+before it has a shorter step. Longer ones take what is left.
 When the pool runs dry the newest sequence is preempted (its blocks go, its tokens stay, and it is recomputed later),
 so the oldest always progresses. (Continuous batching: Orca, OSDI 2022; chunked prefill: Sarathi-Serve, OSDI 2024.)
 """
@@ -14,11 +14,11 @@ so the oldest always progresses. (Continuous batching: Orca, OSDI 2022; chunked 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.blocks import BlockPool
-from engine.core import Chunk, FinishReason, Phase, Sequence, StepPlan, StepResult
+from engine.core import CacheNode, Chunk, FinishReason, Phase, Sequence, StepPlan, StepResult
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,14 +67,20 @@ class Scheduler:
             if self._grow(sequence):
                 chunks.append(self._chunk(sequence, 1))
                 budget -= 1
-        prefills, first = self._prefills(), True
-        while budget and (prefill := next(prefills, None)):
-            count = prefill.length - prefill.computed
-            if count > budget and not first:
+        whole = budget
+        for sequence in [s for s in self.running if s.length - s.computed > 1]:
+            if count := min(budget, sequence.length - sequence.computed):
+                chunks.append(self._chunk(sequence, count))
+                budget -= count
+        while self.waiting and budget and len(self.running) < self.limits.max_batch_size:
+            sequence = self.waiting[0]
+            chain = self._match(sequence)
+            left = sequence.length - len(chain) * self.pool.block_size
+            if budget < left <= whole or not self._admit(sequence, chain):
                 break
-            chunks.append(self._chunk(prefill, min(budget, count)))
-            budget -= min(budget, count)
-            first = False
+            self.waiting.popleft()
+            chunks.append(self._chunk(sequence, min(budget, left)))
+            budget -= min(budget, left)
         return StepPlan(chunks)
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[Sampled]:
@@ -103,16 +109,13 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.phase = Phase.FINISHED
 
-    def _prefills(self) -> Iterator[Sequence]:
-        """Sequences with more than one token to run: those that have begun, then those that may begin now."""
-        yield from [s for s in self.running if s.length - s.computed > 1]
-        while self.waiting and len(self.running) < self.limits.max_batch_size and self._admit(self.waiting[0]):
-            yield self.waiting.popleft()
-
-    def _admit(self, sequence: Sequence) -> bool:
-        """Start a waiting sequence if blocks for all its tokens can be had, taking from the cache what it has of them."""
+    def _match(self, sequence: Sequence) -> list[CacheNode]:
+        """What the cache has of a waiting sequence."""
         # At least one token must run, or there would be no logits to sample from.
-        chain = self.pool.cache.match(sequence.salt, sequence.tokens(0, sequence.length - 1))
+        return self.pool.cache.match(sequence.salt, sequence.tokens(0, sequence.length - 1))
+
+    def _admit(self, sequence: Sequence, chain: list[CacheNode]) -> bool:
+        """Start a waiting sequence, of which the cache has `chain`, if blocks for all its tokens can be had."""
         needed = self.pool.blocks_for(sequence.length) - len(chain)
         if needed > self.pool.available - self.pool.evictable(chain):
             return False

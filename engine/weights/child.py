@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from engine.core import ModelError
 from engine.weights.cache import Progress
 
 _STDERR_TAIL = 2000  # characters
+_NOTHING: Mapping[str, str] = {}
 
 
-def run(module: str, arguments: Sequence[str], stage: str, progress: Progress) -> None:
-    """Run `python -m module arguments...` to its end and show its progress as that of `stage`.
+def run(module: str, arguments: Sequence[str], stage: str, progress: Progress, environment: Mapping[str, str] = _NOTHING) -> None:
+    """Run `python -m module arguments...` to its end and show its progress as that of `stage`; environment: what to add to this process's.
 
     The module's main program answers with `answer`. arguments[0] names the work's subject in errors.
 
@@ -38,7 +39,7 @@ def run(module: str, arguments: Sequence[str], stage: str, progress: Progress) -
     command = [sys.executable, "-P", "-m", module, *arguments]
     with tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
+            command, env={**os.environ, **environment, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
         )
         assert child.stdout is not None
         error = None

@@ -92,7 +92,7 @@ def test_a_long_prefill_never_takes_a_decode_out_of_a_step() -> None:
 
 
 def test_a_prompt_that_fits_a_step_is_not_parted() -> None:
-    """Two that do not fit together take a step each, the first one short; what does not fit a step by itself goes first in parts."""
+    """Two that do not fit together take a step each, the first one short; what does not fit a step by itself takes what is left."""
     scheduler, runner = make(budget=16), FakeRunner(BLOCK)
     plans = []
     arrivals = [sequence(0, [1] * 10, 50), sequence(1, [2] * 10, 50), sequence(2, [3] * 30, 50), sequence(3, [4] * 3, 50)]
@@ -101,7 +101,17 @@ def test_a_prompt_that_fits_a_step_is_not_parted() -> None:
         plans.append([(chunk.sequence.id, len(chunk.tokens)) for chunk in plan.chunks])
         scheduler.advance(plan, runner.run(plan))
         check(scheduler)
-    assert plans == [[(0, 10)], [(0, 1), (1, 10)], [(0, 1), (1, 1), (2, 14)], [(0, 1), (1, 1), (2, 14)], [(0, 1), (1, 1), (2, 2), (3, 3)]]
+    assert plans == [[(0, 10)], [(0, 1), (1, 10), (2, 5)], [(0, 1), (1, 1), (2, 14)], [(0, 1), (1, 1), (2, 11), (3, 3)]]
+
+
+def test_a_prompt_that_waits_for_the_next_step_finds_what_this_one_computes() -> None:
+    scheduler, runner = make(budget=16), FakeRunner(BLOCK)
+    arrivals = [sequence(id, [*[1] * 12, 2 + id, 9], 50) for id in range(4)]
+    step(scheduler, runner, arrivals)
+    assert [s.phase for s in arrivals] == [Phase.RUNNING] + [Phase.WAITING] * 3
+    while not all(s.output for s in arrivals):
+        step(scheduler, runner)
+    assert [s.cached for s in arrivals] == [0, 12, 12, 12]
 
 
 def test_a_known_prefix_is_shared_and_one_token_is_always_left_to_run() -> None:

@@ -22,7 +22,7 @@ import llvmlite
 import numba
 from numba.core.bytecode import FunctionIdentity
 
-from engine.core import EngineError
+from engine.core import EngineError, ModelError
 from engine.kernels.cpu.features import CPU, F16C, FEATURES, MATRIX, VNNI
 from engine.weights import child
 from engine.weights.cache import Progress, file_sha256, locked
@@ -73,7 +73,9 @@ def prepare(cache_dir: Path, names: Iterable[str], progress: Progress) -> None:
             if missing := _missing(home, wanted):
                 for name in missing:
                     _forget(home, name)
-                child.run(__name__, [str(home), *missing], "compiling the kernels, once", progress)
+                # What the system refuses this process it may give a child.
+                same = {"HOCKET_SIMD": "vector"} if VNNI and not MATRIX else {}
+                child.run(__name__, [str(home), *missing], "compiling the kernels, once", progress, same)
         _remove_unused(home)
     except OSError as fault:
         raise EngineError(f"the compiled kernels cannot be kept in {home}: {fault}") from fault
@@ -86,7 +88,9 @@ def use(home: Path) -> None:
 
 
 def compile_all(home: Path, names: Iterable[str], report: Callable[[float], None]) -> None:
-    """In the child: compile these stages, one after the other."""
+    """In the child: compile these stages, one after the other. Raises: ModelError if here they would not be those that `home` is for"""
+    if folder(home.parent.parent).name != home.name:
+        raise ModelError(f"{home}: expected a child process with its parent's CPU features, got one with others ({MATRIX=})")
     use(home)
     from engine.kernels.cpu import attention, choose, kv, linear, rows  # noqa: F401  (they declare the stages)
     from engine.kernels.cpu.stage import STAGES, Team

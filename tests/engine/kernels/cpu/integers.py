@@ -1,4 +1,4 @@
-"""What the integer kernels give for fixed inputs, so that processes with different instructions can be compared.
+"""What kernels give for fixed inputs, so that processes with different instructions can be compared: integer ones, and attention.
 
 `python -m tests.engine.kernels.cpu.integers FILE [LAYER ...]` writes it as .npz. Knows no test.
 """
@@ -17,6 +17,7 @@ from engine.kernels.cpu.attention import merge
 from engine.kernels.cpu.linear import linear_stage
 from engine.kernels.cpu.simd import dot, load_bytes, load_f32, round_i32
 from engine.kernels.cpu.simd_rows import dot_rows, rows_f32, store_rows, zero_rows_i32
+from tests.engine.kernels.cpu.attention_case import Case, Shape
 from tests.engine.kernels.cpu.workbench import ACTIVATIONS, FORM_NAMES, Array, activations, have, product, weights
 
 EXTREMES = (0, 1, 2, 0x7F, 0x80, 0x81, 0xFE, 0xFF)
@@ -83,9 +84,21 @@ def linears(names: Sequence[str]) -> dict[str, Array]:
     return made
 
 
+def attentions() -> dict[str, Array]:
+    """float32 outputs of attention on a bfloat16 cache: chunks and decodes, few and many queries."""
+    made = {}
+    for group in (3, 16):
+        case = Case.make(Shape("bfloat16", 64, group), [(300, 40), (150, 150), (129, 1)])
+        made[f"attention {group}"] = case.run()
+    return made
+
+
 def main() -> None:
     path, *names = sys.argv[1:]
-    np.savez(path, vnni=features.VNNI, matrix=features.MATRIX, **(linears(names) if names else dots()))
+    made = linears([name for name in names if name != "attention"]) if names else dots()
+    if "attention" in names:
+        made |= attentions()
+    np.savez(path, vnni=features.VNNI, matrix=features.MATRIX, **made)
 
 
 if __name__ == "__main__":

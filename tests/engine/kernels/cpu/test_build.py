@@ -16,7 +16,7 @@ import llvmlite
 import numba
 import pytest
 
-from engine.core import EngineError
+from engine.core import EngineError, ModelError
 from engine.kernels.cpu import build, features
 from engine.kernels.cpu.stage import STAGES
 from engine.weights.cache import default_cache_dir, file_sha256, quiet
@@ -160,7 +160,7 @@ def test_what_is_there_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytes
     home = build.folder(tmp_path)
     calls: list[list[str]] = []
 
-    def compile_them(module: str, arguments: list[str], stage: str, progress: Callable[[str, float | None], None]) -> None:
+    def compile_them(module: str, arguments: list[str], stage: str, progress: Callable[[str, float | None], None], _: object) -> None:
         calls.append(arguments)
         home.mkdir(parents=True, exist_ok=True)
         for name in arguments[1:]:
@@ -207,6 +207,21 @@ def test_the_folder_is_named_after_all_that_machine_code_depends_on(tmp_path: Pa
         monkeypatch.setattr(owner, name, value)
         names.append(build.folder(tmp_path))
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not features.MATRIX, reason="this CPU has no matrix unit")
+def test_a_process_that_may_not_use_the_matrix_unit_has_its_kernels_made_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child that compiles them may use it: what it made would be an illegal instruction here."""
+    monkeypatch.setattr(build, "MATRIX", False)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)  # to have it restored
+    build.prepare(tmp_path, ["merge"], quiet)
+    assert not build._missing(build.folder(tmp_path), ["run", "merge"])
+
+
+def test_kernels_for_other_features_are_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="expected a child process with its parent's CPU features"):
+        build.compile_all(tmp_path / "kernels" / "another", ["merge"], lambda fraction: None)
 
 
 def test_every_source_of_the_kernels_lies_in_the_one_folder() -> None:

@@ -43,7 +43,8 @@ def test_the_instructions_are_used_where_there_are_any() -> None:
         pytest.skip("HOCKET_SIMD is set")
     has = llvm.get_host_cpu_features()
     assert bool(has.get("avx512vnni")) == features.VNNI
-    assert bool(has.get("amx-int8") and has.get("avx512vnni")) == features.MATRIX
+    unit = all(has.get(name) for name in ("amx-tile", "amx-int8", "amx-bf16", "avx512vnni"))
+    assert (unit and features._matrix_allowed()) == features.MATRIX
 
 
 def test_dots_of_bytes_are_exact(tmp_path: Path) -> None:
@@ -63,18 +64,19 @@ def test_linear_layers_have_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not features.MATRIX, reason="this CPU has no matrix unit")
-def test_linear_layers_have_the_same_bits_without_the_matrix_unit(tmp_path: Path) -> None:
+def test_the_same_bits_without_the_matrix_unit(tmp_path: Path) -> None:
     names = ["q4_1 coarse", "q4_1 fine", "q4_0 coarse", "q4_0 fine", "q8_0 coarse"]
-    check(integers.linears(names), in_a_process(tmp_path, *names, HOCKET_SIMD="vector"))
+    check(integers.linears(names) | integers.attentions(), in_a_process(tmp_path, *names, "attention", HOCKET_SIMD="vector"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not llvm.get_default_triple().startswith("x86_64"), reason="names an x86 CPU")
 @pytest.mark.parametrize("cpu", ["haswell", "generic"])
-def test_linear_layers_have_the_same_bits_on_an_older_cpu(tmp_path: Path, cpu: str) -> None:
+def test_the_same_bits_on_an_older_cpu(tmp_path: Path, cpu: str) -> None:
     """Compiled for one with vectors of half the width, and for one of 2003: no fused multiply-add, no float16."""
     names = ["q4_1 fine", "q8_0 coarse"]
-    check(integers.linears(names), in_a_process(tmp_path, *names, NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=""))
+    mine = integers.linears(names) | integers.attentions()
+    check(mine, in_a_process(tmp_path, *names, "attention", NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=""))
 
 
 def test_a_misspelt_choice_is_refused() -> None:
