@@ -108,6 +108,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         threads=settings.threads,
         max_batch_size=settings.max_batch_size,
         max_step_tokens=settings.max_step_tokens,
+        lone_step_tokens=settings.lone_step_tokens,
         max_total_tokens=settings.max_total_tokens,
         block_size=settings.block_size,
         max_queue=settings.max_queue,

@@ -77,6 +77,9 @@ class Settings(BaseSettings):
     threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: all cores")
     max_batch_size: int = Field(32, ge=1, le=4096, description="conversations that run at once")
     max_step_tokens: int = Field(128, ge=1, le=1 << 20, description="tokens in one step of the model")
+    lone_step_tokens: int = Field(
+        512, ge=0, le=1 << 20, description="the same while one request is alone and keeps nobody waiting, if larger"
+    )
     max_total_tokens: int = Field(32768, ge=1, le=1 << 30, description="tokens the KV pool holds")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     max_queue: int = Field(256, ge=1, le=1 << 20, description="requests that may wait for a place in the batch")

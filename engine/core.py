@@ -52,6 +52,7 @@ class EngineOptions:
     threads: int = 0  # compute threads; 0: one per core
     max_batch_size: int = 32  # sequences running at once
     max_step_tokens: int = 128  # tokens in one step
+    lone_step_tokens: int = 0  # the same when there is one sequence only, if larger
     max_total_tokens: int = 32768  # tokens the KV pool holds
     block_size: int = 16  # tokens per KV block
     max_queue: int = 256  # requests that may wait for a place in the batch

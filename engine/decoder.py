@@ -44,7 +44,7 @@ def load_decoder(checkpoint: Checkpoint, options: EngineOptions, blocks: int, pr
         block_size=options.block_size,
         kv_dtype=options.kv_dtype or ("float32" if options.exact else "bfloat16"),
         exact=options.exact,
-        max_rows=options.max_step_tokens,
+        max_rows=max(options.max_step_tokens, options.lone_step_tokens),
         max_samples=options.max_batch_size,
         progress=progress,
     )

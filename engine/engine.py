@@ -50,7 +50,9 @@ class Engine:
         self.template = ChatTemplate(checkpoint.template, self.tokenizer, **checkpoint.special_tokens)
         blocks = -(-options.max_total_tokens // options.block_size)
         self.runner = Runner(load_decoder(checkpoint, options, blocks, progress), options.block_size)
-        limits = Limits(options.max_batch_size, options.max_step_tokens, config.context_length, frozenset(checkpoint.eos_ids))
+        limits = Limits(
+            options.max_batch_size, options.max_step_tokens, config.context_length, frozenset(checkpoint.eos_ids), options.lone_step_tokens
+        )
         self.scheduler = Scheduler(BlockPool(blocks, options.block_size), limits)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._count = itertools.count()

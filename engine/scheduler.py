@@ -27,6 +27,7 @@ class Limits:
     max_step_tokens: int  # tokens in one forward pass
     context_length: int  # tokens of prompt and reply together
     eos_ids: frozenset[int]
+    lone_step_tokens: int = 0  # tokens in one forward pass when there is one sequence only, if that is more
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,7 +62,7 @@ class Scheduler:
         self.waiting.extend(arrivals)
         for sequence in aborts:
             self.finish(sequence)
-        budget = self.limits.max_step_tokens
+        budget = self._budget()
         chunks: list[Chunk] = []
         for sequence in [s for s in self.running if s.length - s.computed == 1]:
             if self._grow(sequence):
@@ -108,6 +109,11 @@ class Scheduler:
         elif sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
         sequence.phase = Phase.FINISHED
+
+    def _budget(self) -> int:
+        """Tokens of the next step. A sequence that is alone keeps nobody waiting."""
+        alone = len(self.running) + len(self.waiting) == 1
+        return max(self.limits.max_step_tokens, self.limits.lone_step_tokens if alone else 0)
 
     def _match(self, sequence: Sequence) -> list[CacheNode]:
         """What the cache has of a waiting sequence."""

@@ -104,6 +104,19 @@ def test_a_prompt_that_fits_a_step_is_not_parted() -> None:
     assert plans == [[(0, 10)], [(0, 1), (1, 10), (2, 5)], [(0, 1), (1, 1), (2, 14)], [(0, 1), (1, 1), (2, 11), (3, 3)]]
 
 
+def test_a_prompt_that_is_alone_has_larger_steps() -> None:
+    """Until another comes, and while others wait for each token it has the step that all have."""
+    pool = BlockPool(200, BLOCK)
+    scheduler, runner = Scheduler(pool, Limits(4, 8, 800, frozenset({0}), lone_step_tokens=32)), FakeRunner(BLOCK)
+    plans = []
+    for arrivals in ([sequence(0, [1] * 100, 5)], [], [sequence(1, [2] * 3, 5)], [], []):
+        plan = scheduler.plan(arrivals)
+        plans.append([(chunk.sequence.id, len(chunk.tokens)) for chunk in plan.chunks])
+        scheduler.advance(plan, runner.run(plan))
+        check(scheduler)
+    assert plans == [[(0, 32)], [(0, 32)], [(0, 8)], [(0, 8)], [(0, 8)]]
+
+
 def test_a_prompt_that_waits_for_the_next_step_finds_what_this_one_computes() -> None:
     scheduler, runner = make(budget=16), FakeRunner(BLOCK)
     arrivals = [sequence(id, [*[1] * 12, 2 + id, 9], 50) for id in range(4)]
