@@ -112,8 +112,25 @@ def _is_good(folder: Path, plan: Plan, cache_dir: Path, progress: Progress) -> b
         return False
 
 
+def _read(path: Path) -> Array:
+    """A file's bytes, at a cache line's start. In memory of our own, which Linux gives in large pages: a mapped file's are of 4 KiB, and a
+    step that reads all weights once would look up every one of them."""
+    size = path.stat().st_size
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    data = room[start : start + size]
+    with path.open("rb", buffering=0) as file:
+        done = 0
+        while done < size:
+            count = file.readinto(data[done:])  # type: ignore[arg-type]
+            if not count:
+                raise ModelError(f"{path}: expected {size} bytes, got {done}")
+            done += count
+    return data
+
+
 def _open(folder: Path, plan: Plan, config: ModelConfig) -> PackedModel:
-    data = np.memmap(folder / DATA, mode="r").view(np.ndarray)
+    data = _read(folder / DATA)
 
     def linear(key: str) -> PackedLinear:
         item = plan.items[key]

@@ -49,9 +49,11 @@ from engine.kernels.cpu.simd import (
     reduce_add,
     reduce_max,
     round_bf16,
+    round_weight,
     splat,
     store_bf16,
     store_f32,
+    store_upper,
     sub,
     vexp,
     vmax,
@@ -95,20 +97,21 @@ def _scale_scores(scores, scales, pages, page_stride, count):
 def _softmaxing(narrow: bool) -> Any:
     """softmax(scores, valid, count, weights, state): the first `valid` of `count` pages of scores to exponentials, the others to 0.
 
-    They take the scores' place; narrow: as bfloat16 has them, and to `weights` as such if that is not 0. The largest score and the sum go
+    They take the scores' place; narrow: as bfloat16 has them, and as such to `weights` if that is not 0. The largest score and the sum go
     to the state.
     """
 
     @njit(nogil=True, error_model="numpy", forceinline=True)
     def put(p, scores, weights, index):
-        store_f32(scores + 64 * index, p)
         if narrow and weights:
-            store_bf16(weights + 32 * index, p)
+            store_upper(weights + 32 * index, p)
+        else:
+            store_f32(scores + 64 * index, p)
 
     @njit(nogil=True, error_model="numpy", forceinline=True)
     def exponential(score, largest):
         p = vexp(sub(score, largest))
-        return round_bf16(p) if narrow else p
+        return round_weight(p) if narrow else p
 
     @njit(nogil=True, error_model="numpy")
     def softmax(scores, valid, count, weights, state):

@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from engine.kernels.cpu.features import MATRIX
-from engine.kernels.cpu.simd import load_f32, load_half, store_f32
+from engine.kernels.cpu.simd import load_f32, load_half, prefetch_lines, store_f32
 from engine.kernels.cpu.simd_rows import (
     add_rows_i32,
     fma_rows,
@@ -116,6 +116,7 @@ def matrix_tile(kind: int, fine: bool) -> Any:
     scales = 256 if nibbles else 512  # where they begin
     product, unpack = _product(fine), _unpack(fine)
     group_of_rows = BLOCK * (64 if fine else 32)
+    ahead = prefetch_lines(group_of_rows // 64)
     unpacked_bytes = (1024 if fine else 512) if nibbles else size
 
     @njit(nogil=True, error_model="numpy", forceinline=True)
@@ -139,6 +140,7 @@ def matrix_tile(kind: int, fine: bool) -> Any:
             if group + 1 < groups:
                 x += group_of_rows
                 unpacked += unpacked_bytes
+                ahead(x + 2 * group_of_rows)  # the unit's loads do not wake the CPU's own prefetching
                 product(x, unpacked, sums + 1024 * ((group + 1) & 1))
             done = sums + 1024 * (group & 1)
             upper = scaled(upper, done, w, scale, total)

@@ -159,11 +159,15 @@ def store_split(b, high, low, v):
 _LEAST = 2.0**-50  # products of two such numbers, and what is left of their sums, are far from subnormal
 
 
-def _rounded(b: Any, v: Any) -> Any:
-    """The bits of v as bfloat16 has it, in the upper half of 32."""
+def _to_even(b: Any, v: Any) -> Any:
     bits = b.bitcast(v, I32X16)
     even = b.and_(b.lshr(bits, lanes(16, I32X16)), lanes(1, I32X16))
-    rounded = b.and_(b.add(bits, b.add(even, lanes(0x7FFF, I32X16))), lanes(0xFFFF0000, I32X16))
+    return b.and_(b.add(bits, b.add(even, lanes(0x7FFF, I32X16))), lanes(0xFFFF0000, I32X16))
+
+
+def _rounded(b: Any, v: Any) -> Any:
+    """The bits of v as bfloat16 has it, in the upper half of 32."""
+    rounded = _to_even(b, v)
     kept = b.select(b.fcmp_unordered("uno", v, v), lanes(0x7FC00000, I32X16), rounded)
     small = b.icmp_unsigned("<", b.and_(kept, lanes(0x7FFFFFFF, I32X16)), b.bitcast(lanes(_LEAST), I32X16))
     return b.select(small, lanes(0, I32X16), kept)
@@ -177,6 +181,19 @@ def _bf16(b: Any, v: Any) -> Any:
 def round_bf16(b, v):
     """Rounded to nearest even, as float32; NaN stays NaN, what is below 2 ** -50 becomes 0."""
     return b.bitcast(_rounded(b, v), F32X16)
+
+
+@op(f32x16, f32x16)
+def round_weight(b, v):
+    """`round_bf16` in fewer instructions, for v >= 0 or the NaN that arithmetic makes."""
+    rounded = _to_even(b, v)
+    return b.bitcast(b.select(b.icmp_unsigned("<", rounded, b.bitcast(lanes(_LEAST), I32X16)), lanes(0, I32X16), rounded), F32X16)
+
+
+@op(types.void, address, f32x16)
+def store_upper(b, addr, v):
+    """As bfloat16, which v is already."""
+    emit_store(b, addr, b.trunc(b.lshr(b.bitcast(v, I32X16), lanes(16, I32X16)), ir.VectorType(I16, LANES)), 2)
 
 
 @op(types.void, address, f32x16)
