@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     max_batch_size: int = Field(32, ge=1, le=4096, description="conversations that run at once")
     max_step_tokens: int = Field(128, ge=1, le=1 << 20, description="tokens in one step of the model")
     lone_step_tokens: int = Field(
-        512, ge=0, le=1 << 20, description="the same while one request is alone and keeps nobody waiting, if larger"
+        512, ge=0, le=1 << 20, description="tokens in one step while there is one request only, if more than max_step_tokens; 0: never more"
     )
     max_total_tokens: int = Field(32768, ge=1, le=1 << 30, description="tokens the KV pool holds")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")

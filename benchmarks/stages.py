@@ -1,7 +1,7 @@
-"""Where a step's time goes, stage by stage: a long prompt's prefill, short prompts' prefill, and 16 decodes.
+"""Where a step's time goes, stage by stage: a prompt's beginning, a long prompt, 16 decodes and one.
 
-Owns the taking apart of a step: each stage is run by itself and timed. What that adds (threads start once a stage, not once a step) is said
-in the last line. Drives Hocket's own engine in this process.
+Owns the taking apart of a step: each stage is run by itself and timed. What that adds (threads start once a stage, not once a step) is the
+difference of the last two lines. Drives Hocket's own engine in this process.
 
     python -m benchmarks.stages [flags of hocket serve]
 """

@@ -111,7 +111,7 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
 
     def _budget(self) -> int:
-        """Tokens of the next step. A sequence that is alone keeps nobody waiting."""
+        """Tokens of the next step. A sequence that is alone keeps nobody waiting who is there already."""
         alone = len(self.running) + len(self.waiting) == 1
         return max(self.limits.max_step_tokens, self.limits.lone_step_tokens if alone else 0)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.core import ModelError, Sequence
+from engine.core import EngineError, ModelError, Sequence
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import attention as at
 from engine.kernels.cpu import build, kv
@@ -99,7 +99,7 @@ class CpuLlama:
         self._group = config.heads // config.kv_heads
         self._block_rows = max(1, at.QUERIES // self._group)
         layer_bytes = kv.page_bytes(kv.KV_TYPES[kv_dtype], config.kv_heads, config.head_dim)
-        self._max_samples = max_samples
+        self._max_rows, self._max_samples = max_rows, max_samples
         self._vocab_stride = packed.head.padded_outputs
         self._choices = Choices(config.vocab_size)
         self._step = np.zeros(ro.STEP_FIELDS, np.int64)
@@ -146,6 +146,8 @@ class CpuLlama:
 
     def _run(self, batch: Batch) -> None:
         rows, samples = len(batch.tokens), len(batch.sample_rows)
+        if rows > self._max_rows or samples > self._max_samples:  # kernels do not look where they write
+            raise EngineError(f"expected a step of at most {self._max_rows} rows and {self._max_samples} samples, got {rows} and {samples}")
         blocks, part_rows, kept = self._blocks(batch)
         step = self._step
         step[ro.ROWS], step[ro.SAMPLES] = rows, samples

@@ -1,4 +1,4 @@
-"""A model's weights as the CPU kernels read them: packed once, memory-mapped from then on.
+"""A model's weights as the CPU kernels read them: packed once, read as they are from then on.
 
 `prepare_packed` is the door. Owns what a packed model is made of and when its file is good; `packing` makes the file. Knows no kernels,
 and imports neither torch nor transformers nor gguf.
@@ -31,7 +31,7 @@ class PackedLinear:
     outputs: int  # rows; those of gate and up count with their padding, which lies among them
     padded_outputs: int  # rows with zeros added up to a multiple of 16
     inputs: int  # columns, zeros added up to a multiple of 32
-    data: Array  # uint8, flat, read-only, memory-mapped; starts at a multiple of 64 bytes
+    data: Array  # uint8, flat, read-only; starts at a multiple of 64 bytes
 
     def dequantised(self) -> Array:
         """float32 [outputs, inputs]: what the weights mean."""
@@ -63,7 +63,7 @@ class PackedModel:
     norm: Array  # float32 [hidden_size]
     head: PackedLinear
     embedding: PackedLinear  # rows are tokens; the same object as `head` when they are tied
-    nbytes: int  # of the mapped file
+    nbytes: int  # of the packed file
 
 
 def prepare_packed(checkpoint: Checkpoint, weights: str = "auto", progress: Progress = quiet) -> PackedModel:
@@ -126,6 +126,7 @@ def _read(path: Path) -> Array:
             if not count:
                 raise ModelError(f"{path}: expected {size} bytes, got {done}")
             done += count
+    data.flags.writeable = False
     return data
 
 

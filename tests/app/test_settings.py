@@ -29,6 +29,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.cache_dir == Path("/home/ana/.cache/hocket")
     assert (settings.store, settings.redis_url) == ("embedded", None)
     assert (settings.max_batch_size, settings.max_step_tokens, settings.max_total_tokens, settings.block_size) == (32, 128, 32768, 16)
+    assert settings.lone_step_tokens == 512
     assert (settings.threads, settings.max_queue, settings.max_frame_bytes, settings.log_level) == (0, 256, 4 * 1024 * 1024, "info")
     assert settings.keys.owner({"headers": []}) == "local"
     assert settings.hosts == ["127.0.0.1", "localhost", "127.0.0.1", "[::1]"]
@@ -73,6 +74,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--port"], "--port: expected one argument"),
         (["--port", "x"], "port: expected it to be a valid integer.*got 'x'"),
         (["--port", "65536"], "port: expected it to be less than or equal to 65535, got '65536'"),
+        (["--lone-step-tokens", "-1"], "lone_step_tokens: expected it to be greater than or equal to 0"),
         (["--threads", "-1"], "threads: expected it to be greater than or equal to 0"),
         (["--store", "disk"], "store: expected it to be 'embedded' or 'memory', got 'disk'"),
         (["--host", "a/b"], "host: expected an address or a name"),

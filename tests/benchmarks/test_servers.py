@@ -22,7 +22,14 @@ from engine.weights.checkpoint import Checkpoint
 from engine.weights.convert import prepare
 from tests.engine import tiny
 
-PARENT = "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+PARENT = """
+import subprocess, sys, time
+while time.process_time() < 0.1:  # more than the clock's tick
+    pass
+child = subprocess.Popen(['sleep', '60'])
+print(child.pid, flush=True)
+child.wait()
+"""
 
 
 def test_a_process_tree_is_counted_with_its_children() -> None:

@@ -106,7 +106,15 @@ def others(count: int, seed: int = 0) -> list[Sequence]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"threads": 1}, {"threads": 2}, *({"max_step_tokens": size} for size in (32, 33, 47, 128, 150)), {"block_size": 32}]
+    "options",
+    [
+        {},
+        {"threads": 1},
+        {"threads": 2},
+        *({"max_step_tokens": size} for size in (32, 33, 47, 128, 150)),
+        {"max_step_tokens": 32, "lone_step_tokens": 128},
+        {"block_size": 32},
+    ],
 )
 def test_a_sampled_reply_is_the_same_after_a_restart_with_other_options(
     quantised: Checkpoint, new_engine: NewEngine, alone: list[int], options: dict[str, Any]
@@ -122,7 +130,7 @@ def test_a_sampled_reply_is_the_same_among_eight_others(quantised: Checkpoint, n
     arrivals: dict[int, list[Sequence]] = {20: [mine()]}
     for sequence in others(16, seed):
         arrivals.setdefault(chance.randrange(40), []).append(sequence)
-    engine = new_engine(quantised, max_step_tokens=chance.choice((32, 64, 512)))
+    engine = new_engine(quantised, max_step_tokens=chance.choice((32, 64, 512)), lone_step_tokens=256)
     replies = run(engine, arrivals)
     assert ids_of(replies[0]) == alone
     assert max(len(step.decodes) for step in engine.steps) == 9

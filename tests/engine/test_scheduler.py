@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +29,8 @@ def step(
     scheduler: Scheduler, runner: FakeRunner, arrivals: list[Sequence] | None = None, aborts: list[Sequence] | None = None
 ) -> list[Sampled]:
     plan = scheduler.plan(arrivals or [], aborts or [])
-    assert plan.tokens <= scheduler.limits.max_step_tokens
+    alone = len(scheduler.running) + len(scheduler.waiting) == 1
+    assert plan.tokens <= max(scheduler.limits.max_step_tokens, scheduler.limits.lone_step_tokens if alone else 0)
     sampled = scheduler.advance(plan, runner.run(plan))
     check(scheduler)
     return sampled
@@ -50,6 +52,7 @@ def test_any_schedule_keeps_every_block_and_every_prefix_right(seed: int, blocks
     """Random arrivals, aborts and shared prefixes in a small pool: invariants after each step, and everyone is served (E2, E4, E8)."""
     cache = PrefixCache(BLOCK, digest=lambda parent, content: b"same") if collide else None
     scheduler, runner, chance = make(blocks, batch, budget, blocks * BLOCK, cache), FakeRunner(BLOCK, seed, vocab=4), random.Random(seed)
+    scheduler.limits = replace(scheduler.limits, lone_step_tokens=chance.choice((0, 2 * budget)))
     sequences: list[Sequence] = []
     finished: dict[int, FinishReason] = {}
     for _ in range(60):

@@ -4,7 +4,7 @@ Owns the unit's instructions and the order in which blocks go through it. The in
 the same operations in the same order, so a row's result has the same bits either way. Only where `features.MATRIX` says so.
 
 The unit multiplies 16 rows of 64 signed bytes by 64 x 16 unsigned ones. A row has 32 to a group: a fine one fills the other half with its
-low bytes, against weights a sixteenth of those its high bytes meet, so that it costs no more than a coarse one.
+low bytes, against weights a sixteenth of those its high bytes meet, so that it costs little more than a coarse one.
 
 Source: Intel 64 and IA-32 Architectures Optimization Reference Manual, chapter 20.
 """

@@ -268,11 +268,6 @@ def mul(b, x, y):
     return b.fmul(x, y)
 
 
-@op(f32x16, f32x16, f32x16)
-def div(b, x, y):
-    return b.fdiv(x, y)
-
-
 @op(f32x16, f32x16)
 def reciprocal(b, x):
     """1 / x for normal positive x, to about one part in 2 ** 23: Newton's iteration on a guess from the bits, quicker than a division."""

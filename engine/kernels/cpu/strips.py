@@ -159,9 +159,9 @@ def strips(kind: int) -> tuple[Any, Any]:
     """(all_scores, all_mixes) for any number of queries, as many at a time as registers hold."""
     if kind == BFLOAT16:
         (s1, m1), (s2, m2), (s3, m3), (s4, m4) = (_paired(rows) for rows in (1, 2, 3, 4))
-        s6, m6, most = s4, m4, 4
+        s_most, m_most, most = s4, m4, 4
     else:
-        (s1, m1), (s2, m2), (s3, m3), (s4, m4), (s6, m6) = (_strips(kind, rows) for rows in (1, 2, 3, 4, 6))
+        (s1, m1), (s2, m2), (s3, m3), (s4, m4), (s_most, m_most) = (_strips(kind, rows) for rows in (1, 2, 3, 4, 6))
         most = 6
 
     @njit(nogil=True, error_model="numpy")
@@ -171,7 +171,7 @@ def strips(kind: int) -> tuple[Any, Any]:
             x, y = queries + 4 * head_dim * done, out + 4 * SPAN * done
             left = total - done
             if left >= most:
-                s6(x, head_dim, pages, kv, page_stride, count, y)
+                s_most(x, head_dim, pages, kv, page_stride, count, y)
                 done += most
             elif left >= 4:
                 s4(x, head_dim, pages, kv, page_stride, count, y)
@@ -193,7 +193,7 @@ def strips(kind: int) -> tuple[Any, Any]:
             x, y = weights + 4 * SPAN * done, out + out_stride * done
             left = total - done
             if left >= most:
-                m6(x, head_dim, pages, kv, page_stride, count, y, out_stride)
+                m_most(x, head_dim, pages, kv, page_stride, count, y, out_stride)
                 done += most
             elif left >= 4:
                 m4(x, head_dim, pages, kv, page_stride, count, y, out_stride)

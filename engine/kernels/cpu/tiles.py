@@ -3,7 +3,7 @@
 Owns the arithmetic of quantised and plain weights. A row's operations are the same, in the same order, however many rows share the tile,
 so a row's result has the same bits in every batch. Knows neither threads nor what the outputs are for.
 
-Packed weights, for each tile of 16 outputs, groups of 32 inputs in order (`engine/weights/packed.py` makes them):
+Packed weights, for each tile of 16 outputs, groups of 32 inputs in order (`engine/weights/blocks.py` makes them):
 
 | format | bytes of a group | weight |
 | --- | --- | --- |

@@ -75,10 +75,9 @@ def test_a_format_is_packed_once(checkpoint: Checkpoint, children: list[str]) ->
     assert sorted(file.name for file in folder_of(checkpoint).iterdir()) == [packing.DATA, packing.MANIFEST]
 
 
-def test_tensors_are_mapped_aligned_and_cannot_be_written(checkpoint: Checkpoint) -> None:
+def test_tensors_are_aligned_and_cannot_be_written(checkpoint: Checkpoint) -> None:
     model = prepare_packed(checkpoint)
     assert model.nbytes == (folder_of(checkpoint) / packing.DATA).stat().st_size
-    assert str(folder_of(checkpoint)) in Path("/proc/self/maps").read_text()
     layer = model.layers[1]
     for data in (layer.qkv.data, layer.out.data, layer.gate_up.data, layer.down.data, model.head.data, layer.mlp_norm, model.norm):
         assert type(data) is np.ndarray
