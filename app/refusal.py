@@ -1,14 +1,15 @@
-"""A refusal and the two shapes it takes on the wire: HTTP body, WebSocket event. (OpenAI API reference: error codes)"""
+"""A refusal and the two shapes it takes on the wire: HTTP answer, WebSocket event. (OpenAI API reference: error codes)"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-RETRY_AFTER_SECONDS = 2
+RETRY_AFTER_SECONDS = 2.0  # where nothing better is known
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,6 +18,7 @@ class Refusal:
     message: str
     code: str | None = None
     param: str | None = None
+    retry_after: float | None = None  # seconds until it is worth trying again; None: not known
 
     @property
     def error(self) -> dict[str, Any]:
@@ -25,11 +27,19 @@ class Refusal:
     @property
     def event(self) -> dict[str, Any]:
         """The `error` event of a WebSocket."""
-        return {"type": "error", "status": self.status, "error": self.error}
+        hint = self._hint
+        return {"type": "error", "status": self.status, "error": self.error | ({"retry_after": hint} if hint else {})}
 
     def response(self) -> Response:
-        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        hint = self._hint
+        # Whole seconds are the standard; the official SDKs prefer the finer one. (RFC 9110, section 10.2.3)
+        headers = {"retry-after": str(math.ceil(hint)), "retry-after-ms": str(math.ceil(1000 * hint))} if hint else {}
         return json_response({"error": self.error}, self.status, headers)
+
+    @property
+    def _hint(self) -> float | None:
+        """Seconds after which to try again, where that can help."""
+        return (self.retry_after or RETRY_AFTER_SECONDS) if self.status in (429, 503) else None
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

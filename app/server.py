@@ -112,6 +112,12 @@ def engine_options(settings: Settings) -> EngineOptions:
         max_total_tokens=settings.max_total_tokens,
         block_size=settings.block_size,
         max_queue=settings.max_queue,
+        schedule_policy=settings.schedule_policy,
+        batch_window_ms=settings.batch_window_ms,
+        max_step_ms=settings.max_step_ms,
+        swap_space=settings.swap_gib,
+        offload_dir=settings.offload_dir,
+        shared_prefixes=settings.shared_prefixes,
     )
 
 

@@ -5,6 +5,7 @@ Owns names, defaults, bounds and the rules between settings. Knows nothing of wh
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from argparse import ArgumentParser
@@ -19,7 +20,7 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 
 from app.security import Keys, is_loopback, own_hosts, parse_authority, parse_origin, read_keys
 
-_PLACEHOLDERS = {"str": "TEXT", "int": "N", "Path": "PATH", "list[str]": "A,B,..."}
+_PLACEHOLDERS = {"str": "TEXT", "int": "N", "Path": "PATH", "list[str]": "A,B,...", "list[Path]": "PATH,...", "float": "X"}
 
 _EPILOG = "Every flag is also an environment variable, as in HOCKET_MAX_QUEUE, and a name in the --config file, as in max_queue."
 
@@ -83,10 +84,30 @@ class Settings(BaseSettings):
     max_total_tokens: int = Field(32768, ge=1, le=1 << 30, description="tokens the KV pool holds")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     max_queue: int = Field(256, ge=1, le=1 << 20, description="requests that may wait for a place in the batch")
+    schedule_policy: Literal["fcfs", "lpm"] = Field(
+        "fcfs", description="whom of one owner's waiting requests is next: the first that came, or the one of which most is cached"
+    )
+    max_step_ms: float = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description="milliseconds that a step may take, by prediction, while replies are being written; 0: as long as it takes",
+    )
+    batch_window_ms: float = Field(0, ge=0, le=100, description="milliseconds that an idle engine waits for more requests to come")
+    swap_space: float | None = Field(
+        None, ge=0, le=1 << 20, description="GiB for KV blocks that fall out of the pool (default: 4 with offload_dir, else 0)"
+    )
+    offload_dir: Path | None = Field(
+        None, description="folder where these are kept, one server's alone, in place of memory: they outlive a restart"
+    )
+    shared_prefix: Annotated[list[Path], NoDecode] = Field(
+        [], description="files, each with a system message whose cached prompt all owners share"
+    )
     max_frame_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="longest message a client may send")
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field("info", description="least grave message that is logged")
 
     _keys: dict[str, str] = PrivateAttr(default_factory=dict)
+    _shared_prefixes: tuple[str, ...] = PrivateAttr(())
 
     @property
     def keys(self) -> Keys:
@@ -97,7 +118,16 @@ class Settings(BaseSettings):
         """Every Host header's name that is this server's."""
         return [*own_hosts(self.host), *self.allowed_hosts]
 
-    @field_validator("allowed_hosts", "allowed_origins", mode="before")
+    @property
+    def shared_prefixes(self) -> tuple[str, ...]:
+        """The texts in the files of `shared_prefix`."""
+        return self._shared_prefixes
+
+    @property
+    def swap_gib(self) -> float:
+        return (4.0 if self.offload_dir else 0.0) if self.swap_space is None else self.swap_space
+
+    @field_validator("allowed_hosts", "allowed_origins", "shared_prefix", mode="before")
     @classmethod
     def _separated(cls, value: Any) -> Any:
         return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
@@ -136,10 +166,17 @@ class Settings(BaseSettings):
             raise ValueError("expected an address with a port of 0 to 65535, got another one") from None
         return url
 
-    @field_validator("config", "data_dir", "cache_dir", "api_key")
+    @field_validator("config", "data_dir", "cache_dir", "offload_dir", "api_key")
     @classmethod
     def _home_is_known(cls, path: Path | None) -> Path | None:
         return path and path.expanduser()
+
+    @field_validator("max_step_ms", "batch_window_ms", "swap_space")
+    @classmethod
+    def _is_a_number(cls, number: float | None) -> float | None:
+        if number is not None and not math.isfinite(number):
+            raise ValueError(f"expected a finite number, got {number}")
+        return number
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
@@ -158,6 +195,9 @@ class Settings(BaseSettings):
             raise ValueError("expected either redis_url or store memory, got both")
         if self.api_key is not None and self.no_auth:
             raise ValueError("expected either api_key or no_auth, got both")
+        if self.offload_dir and not self.swap_gib:
+            raise ValueError("expected swap_space above 0 with offload_dir, got 0")
+        self._shared_prefixes = tuple(map(_text_of, self.shared_prefix))
         if self.api_key is not None:
             self._keys = read_keys(self.api_key)
         elif not self.no_auth and not is_loopback(self.host):
@@ -174,6 +214,17 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, _ConfigFile(settings_cls)
+
+
+def _text_of(path: Path) -> str:
+    """A system message, without the line breaks that an editor leaves at a file's end."""
+    try:
+        text = path.expanduser().read_text(encoding="utf-8").rstrip("\n")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise ValueError(f"expected in shared_prefix a file of UTF-8 text, got {path}: {fault}") from None
+    if not text:
+        raise ValueError(f"expected in shared_prefix a file with a system message, got {path}, which is empty")
+    return text
 
 
 def load(arguments: Sequence[str], command: str) -> Settings:

@@ -2,7 +2,7 @@
 
 Owns the engine thread, its inbox of arrivals and aborts, and the delivery of each step's tokens to the event loop: one
 `call_soon_threadsafe` per step, however many sequences gained a token. Also the only way to tokenise, on threads
-of its own. Knows no conversations, no protocols and no owners (a session has a salt). Importing this module imports no torch:
+of its own. Knows no conversations and no protocols, and owners only as the salts of their sessions. Importing this module imports no torch:
 the engine is imported in its thread, so that a server's sockets open while weights load.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from engine import core
+from engine.admission import Room
 from engine.core import (
-    BusyError,
     Delta,
     EngineError,
     EngineOptions,
@@ -59,6 +59,7 @@ class Ready:
     context_length: int  # tokens of prompt and reply together, as far as the KV pool allows
     vocab_size: int
     fingerprint: str  # of tokenizer and template: token ids kept under another one mean nothing
+    bound: str = "the context"  # what sets context_length
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,8 +79,10 @@ class Batcher:
         self._settled = asyncio.Event()
         self._ids = itertools.count()
         self._live: dict[int, Generation] = {}
+        self._room = Room(options.max_batch_size + options.max_queue)
         self._wake = threading.Condition()
-        self._arrivals: list[core.Sequence] = []  # guarded by _wake, as the next two
+        self._arrivals: list[core.Sequence] = []  # guarded by _wake, as the next three
+        self._first_arrival = 0.0  # when the first of them came
         self._aborts: list[core.Sequence] = []
         self._closing = False
         self._seen = time.monotonic()  # when the engine thread last began a round
@@ -134,39 +137,52 @@ class Batcher:
             raise _too_long(ready, f"at least {least}")
         return await self._loop.run_in_executor(self._tokenising, self._engine.template.prompt, messages)
 
-    def admit(self, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuse now what could not run. Raises: NotReadyError, RequestError, BusyError"""
+    async def measure(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Where each message of a chat of any length ends, in tokens, off the event loop. Raises: NotReadyError, RequestError"""
+        ready = self.ready()
+        assert self._engine
+        return await self._loop.run_in_executor(self._tokenising, self._engine.template.measure, messages, ready.context_length)
+
+    def check(self, ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuse now what can never run. Raises: NotReadyError, RequestError"""
         ready = self.ready()
         if not ids:
             raise RequestError("expected a prompt of at least one token, got an empty one", "input")
         if len(ids) >= ready.context_length:
             raise _too_long(ready, str(len(ids)))
         if not 1 <= sampling.max_tokens <= ready.context_length:
-            raise RequestError(f"expected 1 to {ready.context_length} tokens to generate, got {sampling.max_tokens}", "max_output_tokens")
+            message = f"expected 1 to {ready.context_length} tokens to generate ({ready.bound}), got {sampling.max_tokens}"
+            raise RequestError(message, "max_output_tokens")
         if not all(sampling.stop):
             raise RequestError("expected stop strings of at least one character, got an empty one", "stop")
         for param, named in (("input", ids), ("stop_token_ids", sampling.stop_ids), ("logit_bias", sampling.logit_bias)):
             wrong = next((id for id in named if not 0 <= id < ready.vocab_size), None)
             if wrong is not None:
                 raise RequestError(f"expected token ids of 0 to {ready.vocab_size - 1} in {param}, got {wrong}", param)
-        room = self.options.max_batch_size + self.options.max_queue
-        if len(self._live) >= room:
-            raise BusyError(f"{len(self._live)} requests are running or waiting, of at most {room}; try again shortly")
 
     def session(self, salt: bytes) -> Session:
         return Session(self, salt)
 
-    def _submit(self, ids: list[int], salt: bytes, sampling: SamplingParams) -> Generation:
-        self.admit(ids, sampling)
-        generation = Generation(self, core.Sequence(next(self._ids), salt, ids, sampling))
+    def _submit(self, ids: list[int], salt: bytes, sampling: SamplingParams, background: bool) -> Generation:
+        """For a request that was checked and holds a place."""
+        self.ready()
+        generation = Generation(self, core.Sequence(next(self._ids), salt, ids, sampling, priority=int(background)))
         self._live[generation.id] = generation
-        self._post(self._arrivals, generation.sequence)
+        with self._wake:
+            if not self._arrivals:
+                self._first_arrival = time.monotonic()
+            self._arrivals.append(generation.sequence)
+            self._wake.notify()
         return generation
 
-    def _post(self, inbox: list[core.Sequence], sequence: core.Sequence) -> None:
+    def _abort(self, sequence: core.Sequence) -> None:
         with self._wake:
-            inbox.append(sequence)
+            self._aborts.append(sequence)
             self._wake.notify()
+
+    def _end(self, generation: Generation) -> None:
+        del self._live[generation.id]
+        self._room.leave(generation.sequence.salt, time.monotonic())
 
     def _deliver(self, deltas: Deltas) -> None:
         for id, delta in deltas:
@@ -206,7 +222,9 @@ class Batcher:
         checkpoint = engine.checkpoint
         self._engine = engine
         self._seen = time.monotonic()
-        ready = Ready(checkpoint.name, engine.scheduler.longest, checkpoint.config.vocab_size, engine.fingerprint)
+        longest, config = engine.scheduler.longest, checkpoint.config
+        bound = "the context" if longest == config.context_length else "all that the KV pool holds"
+        ready = Ready(checkpoint.name, longest, config.vocab_size, engine.fingerprint, bound)
         self._tell(self._set_state, ready)
         return engine
 
@@ -216,16 +234,38 @@ class Batcher:
         self._tell(self._set_state, Loading(stage, fraction))
 
     def _serve(self, engine: Engine) -> None:
-        while not self._closing:
-            self._seen = time.monotonic()
-            with self._wake:
-                if engine.idle and not (self._arrivals or self._aborts or self._closing):
-                    self._wake.wait(BEAT_SECONDS)
-                arrivals, self._arrivals = self._arrivals, []
-                aborts, self._aborts = self._aborts, []
-            deltas = engine.step(arrivals, aborts)
-            if deltas:
-                self._tell(self._deliver, deltas)
+        try:
+            while not self._closing:
+                self._seen = time.monotonic()
+                arrivals, aborts = self._take(engine)
+                deltas = engine.step(arrivals, aborts)
+                if deltas:
+                    self._tell(self._deliver, deltas)
+        finally:
+            engine.close()
+
+    def _take(self, engine: Engine) -> tuple[list[core.Sequence], list[core.Sequence]]:
+        """The arrivals and aborts since the last time. An idle engine tidies up, then sleeps until there are some, and waits for others to
+        come along with the first arrival."""
+        nothing_to_do = engine.idle and not self._called and not engine.rest()
+        with self._wake:
+            if nothing_to_do and not self._called:
+                self._wake.wait(BEAT_SECONDS)
+            if engine.idle and self._arrivals:
+                window = self._first_arrival + self.options.batch_window_ms / 1000 - time.monotonic()
+                self._wake.wait_for(self._gathered, max(0.0, window))
+            arrivals, self._arrivals = self._arrivals, []
+            aborts, self._aborts = self._aborts, []
+        return arrivals, aborts
+
+    @property
+    def _called(self) -> bool:
+        """There is a reason to look into the inbox."""
+        return bool(self._arrivals or self._aborts or self._closing)
+
+    def _gathered(self) -> bool:
+        """There is nothing more to wait for before the first step."""
+        return len(self._arrivals) >= self.options.max_batch_size or bool(self._aborts or self._closing)
 
     def _tell(self, callback: Callable[[T], None], argument: T) -> None:
         try:
@@ -247,7 +287,7 @@ def _log_change(before: Loading | Ready | Failed, after: Loading | Ready | Faile
 
 
 def _too_long(ready: Ready, tokens: str) -> RequestError:
-    message = f"expected a prompt of fewer than {ready.context_length} tokens (the context), got {tokens}"
+    message = f"expected a prompt of fewer than {ready.context_length} tokens ({ready.bound}), got {tokens}"
     return RequestError(message, "input", "context_length_exceeded")
 
 
@@ -256,15 +296,43 @@ def _quarters(fraction: float | None) -> int | None:
 
 
 class Session:
-    """A conversation's access to the engine: its requests share prefix blocks with those of the same salt only."""
+    """A conversation's access to the engine: its requests share prefix blocks, and its share of the room, with those of the same salt."""
 
     def __init__(self, batcher: Batcher, salt: bytes) -> None:
         self._batcher = batcher
         self._salt = salt
+        self._admitted = False  # it holds a place for its next request
 
-    def generate(self, ids: list[int], sampling: SamplingParams) -> Generation:
-        """Queue a prompt. Raises: NotReadyError, RequestError, BusyError"""
-        return self._batcher._submit(ids, self._salt, sampling)
+    def admit(self, ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuse now what could not run; else hold a place for it until `generate` or `leave`.
+
+        Raises: NotReadyError, RequestError, BusyError
+        """
+        assert not self._admitted, "expected generate or leave after what was admitted before"
+        self._batcher.check(ids, sampling)
+        self._batcher._room.enter(self._salt, time.monotonic())
+        self._admitted = True
+
+    def leave(self) -> None:
+        """What was admitted will not come: give its place back."""
+        if self._admitted:
+            self._admitted = False
+            self._batcher._room.leave(self._salt, time.monotonic())
+
+    def generate(self, ids: list[int], sampling: SamplingParams, background: bool = False) -> Generation:
+        """Queue a prompt, admitted before or now. Interactive ones go before those in the background.
+
+        Raises: NotReadyError, RequestError, BusyError
+        """
+        if not self._admitted:
+            self.admit(ids, sampling)
+        try:
+            generation = self._batcher._submit(ids, self._salt, sampling, background)
+        except BaseException:
+            self.leave()
+            raise
+        self._admitted = False  # the generation gives the place back
+        return generation
 
 
 class Generation:
@@ -283,7 +351,7 @@ class Generation:
     def cancel(self) -> None:
         """Ask for the end; the last delta still comes, with what was generated until then."""
         if not self._finished:
-            self._batcher._post(self._batcher._aborts, self.sequence)
+            self._batcher._abort(self.sequence)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:
@@ -295,5 +363,5 @@ class Generation:
     def _receive(self, delta: Delta) -> None:
         if delta.finish:
             self._finished = True
-            del self._batcher._live[self.id]
+            self._batcher._end(self)
         self._deltas.put_nowait(delta)

@@ -18,6 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import wraps
 from typing import Any, NoReturn
@@ -81,9 +82,24 @@ class ChatTemplate:
             parts = re.split(f"([{''.join(markers)}])", rendered) if markers else [rendered]
             repeated = [marker for marker, count in Counter(parts[1::2]).items() if count > 1]
             if not repeated:
-                return self._assemble(parts, {marker: messages[index] for marker, index in markers.items()}, mask)
+                return self._assemble(parts, markers, messages, mask)
             for marker in repeated:  # the template quotes this reply: only its text can stand in two places
                 del markers[marker]
+
+    def measure(self, messages: Sequence[Message], most: int) -> tuple[int, ...]:
+        """Where each message of a chat ends, in tokens, to choose by which of them to run.
+
+        As `Prompt.ends`, but messages that would not be told apart there are encoded each by itself, so a few tokens may be missed at
+        their edges. What surely has `most` tokens or more counts as `most`, and is not read. Raises: as `prompt`
+        """
+        counted = list(messages)
+        for index, message in enumerate(messages):
+            long = len(message.text) // self._tokenizer.longest >= most
+            beside = (*messages[max(0, index - 1) : index], *messages[index + 1 : index + 2])
+            if message.ids is None and (long or any(other.ids is None for other in beside)):
+                ids = (0,) * most if long else tuple(self._tokenizer.encode_plain(message.text, Place.INSIDE))
+                counted[index] = replace(message, ids=ids)
+        return self.prompt(counted).ends
 
     def _unused_characters(self, messages: Sequence[Message]) -> Iterator[str]:
         """Private-use characters that occur neither in the chat nor in the template."""
@@ -106,18 +122,20 @@ class ChatTemplate:
         except Exception as fault:  # a template may run into any error that Python has
             raise ModelError(f"the model's chat template failed: {type(fault).__name__}: {fault}") from fault
 
-    def _assemble(self, parts: list[str], markers: dict[str, Message], mask: _Mask) -> Prompt:
+    def _assemble(self, parts: list[str], markers: dict[str, int], messages: Sequence[Message], mask: _Mask) -> Prompt:
         """`parts`: gaps and markers in turn, a gap at both ends."""
         ids: list[int] = []
+        ends: dict[int, int] = {}
         for gap, marker in zip(parts[:-1:2], parts[1::2], strict=True):
-            reply = markers[marker]
+            reply = messages[markers[marker]]
             pieces = self._pieces(gap, mask)
             known = reply.lead_digest in (_digest(lead, first=not ids) for lead in _leads(pieces))
             ids += reply.lead_ids if known else self._encode(pieces, first=not ids)
             ids += reply.ids or ()
+            ends[markers[marker]] = len(ids)
         pieces = self._pieces(parts[-1], mask)
         lead = self._encode(pieces, first=not ids)
-        return Prompt(ids + lead, tuple(lead), _digest(pieces, first=not ids))
+        return Prompt(ids + lead, tuple(lead), _digest(pieces, first=not ids), _ends(messages, ends, len(ids) + len(lead)))
 
     def _pieces(self, gap: str, mask: _Mask) -> list[str | int]:
         return [piece if isinstance(piece, int) else mask.undo(piece) for piece in self._tokenizer.split_control(gap)]
@@ -138,6 +156,19 @@ def _check(messages: Sequence[Message]) -> None:
         if message.role not in ROLES:
             raise RequestError(f"expected a role of {', '.join(ROLES)}, got {message.role!r}", "messages")
         check_text(message.text)
+
+
+def _ends(messages: Sequence[Message], known: dict[int, int], total: int) -> tuple[int, ...]:
+    """`Prompt.ends`. `known`: where the messages that stand as markers end, by index; `total`: tokens of the prompt."""
+    ends = [0]
+    for index, message in enumerate(messages):
+        end = known.get(index, 0)
+        if index + 1 == len(messages):
+            end = total
+        elif index + 1 in known and not (message.role == "assistant" and end):
+            end = known[index + 1] - len(messages[index + 1].ids or ())
+        ends.append(max(ends[-1], end))
+    return tuple(ends[1:])
 
 
 def _digest(pieces: list[str | int], first: bool) -> bytes:

@@ -28,6 +28,10 @@ class RequestError(EngineError):
 class BusyError(EngineError):
     """Too many requests wait already; the same one may succeed later."""
 
+    def __init__(self, message: str, retry_after: float = 2.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds until it is worth trying again, by estimate
+
 
 class NotReadyError(EngineError):
     """The model is still loading, or has failed to load."""
@@ -56,6 +60,12 @@ class EngineOptions:
     max_total_tokens: int = 32768  # tokens the KV pool holds
     block_size: int = 16  # tokens per KV block
     max_queue: int = 256  # requests that may wait for a place in the batch
+    schedule_policy: str = "fcfs"  # whom of an owner's waiting requests is next: fcfs | lpm
+    batch_window_ms: float = 0  # an idle engine waits this long for more arrivals
+    max_step_ms: float = 0  # what a step that has decodes may take by prediction; 0: as long as it takes
+    swap_space: float = 0  # GiB for blocks that fall out of the pool; 0: they are forgotten
+    offload_dir: Path | None = None  # where these are kept; None: in host memory
+    shared_prefixes: tuple[str, ...] = ()  # system messages whose KV all owners share
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,13 +132,52 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class CacheNode:
-    """A full block whose content the prefix cache knows. The cache alone makes and changes it."""
+    """Tokens whose KV exists after those of its parents: a full block, or fewer, and then nothing follows. The prefix cache alone makes and
+    changes it."""
 
-    digest: bytes
-    parent: CacheNode | None  # the block before it; None: the root of its salt
-    salt: bytes
+    parent: CacheNode | None  # None: a root, which holds no tokens
     tokens: tuple[int, ...]
-    block: int  # -1 once evicted
+    block: int = -1  # where it is in the pool; -1: not there
+    slot: int = -1  # where it is in the tier; -1: not there
+    children: list[CacheNode] = field(default_factory=list)  # ordered by tokens
+    salt: bytes = b""  # roots: whose they are
+    id: int = 0  # names it among all that were ever kept in the tier; 0: it has no name yet
+
+    @property
+    def root(self) -> CacheNode:
+        node = self
+        while node.parent:
+            node = node.parent
+        return node
+
+
+@dataclass(slots=True, frozen=True)
+class Copy:
+    """The KV of one block, to another."""
+
+    source: int  # block
+    target: int  # block
+
+
+@dataclass(slots=True, frozen=True)
+class Save:
+    """A block's KV, to the tier."""
+
+    block: int
+    slot: int
+    node: CacheNode  # what it holds
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """A slot of the tier, to a block."""
+
+    slot: int
+    block: int
+    node: CacheNode  # what it holds
+
+
+Move = Copy | Save | Load
 
 
 class Phase(enum.Enum):
@@ -142,7 +191,7 @@ class Sequence:
     """One request's tokens and where their KV is. The scheduler alone changes it."""
 
     id: int
-    salt: bytes  # roots the hash chain of its blocks: sequences of different salts never share
+    salt: bytes  # whose it is: sequences of different salts share neither blocks nor turns
     prompt: list[int]
     sampling: SamplingParams
     output: list[int] = field(default_factory=list)  # sampled tokens, the last one not yet run
@@ -151,6 +200,11 @@ class Sequence:
     chain: list[CacheNode] = field(default_factory=list)  # the prefix cache's nodes of its leading full blocks
     cached: int = 0  # prompt tokens found in the prefix cache when it first started
     preemptions: int = 0
+    crowded_out: int = 0  # those of them for want of blocks
+    priority: int = 0  # 0: interactive; 1: background
+    since: int = 0  # the step in which it began to wait
+    shared: int = 0  # leading blocks of a prefix that all owners share
+    pending: list[tuple[CacheNode, int]] = field(default_factory=list)  # nodes to come from the tier, and how many tokens of each
     phase: Phase = Phase.WAITING
 
     @property
@@ -165,7 +219,7 @@ class Sequence:
         return self.prompt[start:split] + self.output[max(0, start - split) : stop - split]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # not frozen: made for each token, and that takes three times as long
 class Chunk:
     """A sequence's share of one step: positions [start, start + len(tokens)) are run."""
 
@@ -177,9 +231,10 @@ class Chunk:
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """One forward pass: the decodes (one token each) first, then prefill chunks."""
+    """One forward pass: the decodes (one token each) first, then prefill chunks. Before it, `moves`, in order."""
 
     chunks: list[Chunk]
+    moves: list[Move] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -211,6 +266,7 @@ class Prompt:
     ids: list[int]  # the whole prompt
     lead_ids: tuple[int, ...]  # its end: what follows the last assistant message that came with `ids`
     lead_digest: bytes  # digest of the text of `lead_ids`; give both back with the reply as a Message
+    ends: tuple[int, ...] = ()  # tokens up to the end of each reply, and of what is said before the next; not told apart: as the one before
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from engine.core import EngineOptions, Sequence
 from engine.weights.cache import Progress
 from engine.weights.checkpoint import Checkpoint
@@ -14,9 +16,33 @@ from engine.weights.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from engine.kernels.batch import Batch
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
 
 class Decoder(Protocol):
     """One model with its KV cache. Every call comes from the thread that made it."""
+
+    @property
+    def identity(self) -> str:
+        """Of the arithmetic: KV made by another one is not what this one would have made."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a KV block, all layers."""
+        ...
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Give one KV block what another holds."""
+        ...
+
+    def save_block(self, block: int, into: Bytes) -> None:
+        """Write a KV block's `block_bytes` bytes out."""
+        ...
+
+    def load_block(self, block: int, data: Bytes) -> None:
+        """Take back what `save_block` gave."""
+        ...
 
     def choose(self, batch: Batch, sequences: list[Sequence]) -> list[int]:
         """Run a step's rows, writing their K and V, and choose a token for each sampled row, in order.

@@ -9,17 +9,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import cast
 
+from engine import calibrate
 from engine.blocks import BlockPool
 from engine.chat_template import ChatTemplate
-from engine.core import Delta, EngineOptions, FinishReason, Sequence, StepPlan, StepResult
-from engine.decoder import load_decoder
+from engine.core import Delta, EngineOptions, FinishReason, Message, Save, Sequence, StepPlan, StepResult
+from engine.cost import StepCost
+from engine.decoder import Decoder, load_decoder
 from engine.detokenizer import TextStream
+from engine.offload import Store, open_store
+from engine.prefix_cache import PrefixCache
 from engine.runner import Runner
 from engine.scheduler import Limits, Sampled, Scheduler
+from engine.tier import Tier
 from engine.tokenizer import Tokenizer
 from engine.weights.cache import Progress, quiet
 from engine.weights.checkpoint import Checkpoint
@@ -30,6 +37,8 @@ log = logging.getLogger(__name__)
 Deltas = list[tuple[int, Delta]]  # (sequence id, what it gained)
 
 STEPS_KEPT = 1024
+WRITTEN_AT_ONCE = 8  # blocks: a few milliseconds, for which an arrival may wait
+CLOSE_SECONDS = 5.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,15 +57,30 @@ class Engine:
         self.checkpoint = checkpoint
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, checkpoint.eos_ids)
         self.template = ChatTemplate(checkpoint.template, self.tokenizer, **checkpoint.special_tokens)
-        blocks = -(-options.max_total_tokens // options.block_size)
-        self.runner = Runner(load_decoder(checkpoint, options, blocks, progress), options.block_size)
-        limits = Limits(
-            options.max_batch_size, options.max_step_tokens, config.context_length, frozenset(checkpoint.eos_ids), options.lone_step_tokens
-        )
-        self.scheduler = Scheduler(BlockPool(blocks, options.block_size), limits)
+        decoder = load_decoder(checkpoint, options, blocks_of(options), progress)
+        identity = f"{checkpoint.fingerprint} {options.weights} {decoder.identity}"
+        store = open_store(options, identity, decoder.block_bytes)
+        cost = _measured(decoder, store, options, config.context_length)
+        if store and cost and cost.load_rows() >= options.block_size:
+            store.close()
+            store = None
+        self.runner = Runner(decoder, options.block_size, store)
+        self.scheduler = Scheduler(self._pool(options, store), _limits(checkpoint, options), cost)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._count = itertools.count()
         self._texts: dict[int, TextStream] = {}
+
+    def _pool(self, options: EngineOptions, store: Store | None) -> BlockPool:
+        cache = PrefixCache(options.block_size, map(self._shared, options.shared_prefixes))
+        tier = Tier(store.slots) if store else None
+        if tier and store and (found := tier.restore(store.records(), cache)):
+            log.info("%d blocks of earlier conversations are in %s", found, store.where)
+        return BlockPool(blocks_of(options), options.block_size, cache, tier)
+
+    def _shared(self, text: str) -> list[int]:
+        """The tokens that every prompt begins with whose system message is `text`."""
+        first, other = (self.template.prompt([Message("system", text), Message("user", word)]).ids for word in ("a", "0"))
+        return [id for id, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False))]
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Progress) -> Engine:
@@ -82,10 +106,30 @@ class Engine:
         aborts = [sequence for sequence in dict.fromkeys(aborts) if sequence.id in self._texts]  # some may have ended meanwhile
         plan = self.scheduler.plan(arrivals, aborts)
         deltas = [(sequence.id, self._last(sequence, FinishReason.CANCELLED)) for sequence in aborts]
+        if failed := self.runner.move(plan.moves):
+            plan = self.scheduler.lost(plan, failed)
         if plan.chunks:
             self.steps.append(_record(next(self._count), plan))
             deltas += self._run(plan)
         return deltas
+
+    def rest(self) -> bool:
+        """While there is nothing to run: let the tier have some of what only the pool holds. Returns whether there is more of it."""
+        pool = self.scheduler.pool
+        pool.write_behind(WRITTEN_AT_ONCE)
+        moves = pool.take_moves()
+        failed = self.runner.move(moves)
+        for move in failed:
+            pool.unsaved(cast(Save, move))
+        return bool(moves) and not failed
+
+    def close(self) -> None:
+        """Let the tier have what only the pool holds, as far as a few seconds allow."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self.rest() and time.monotonic() < deadline:
+            pass
+        if self.runner.store:
+            self.runner.store.close()
 
     def _run(self, plan: StepPlan) -> Deltas:
         try:
@@ -94,6 +138,8 @@ class Engine:
             log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
             return [(chunk.sequence.id, self._fail(chunk.sequence, type(fault).__name__)) for chunk in plan.chunks]
         plan, result, broken = _parted(plan, result)
+        for sequence in broken:
+            self.scheduler.pool.distrust(sequence)
         deltas = [(sequence.id, self._fail(sequence, "the model gave numbers that are none")) for sequence in broken]
         return deltas + [(sampled.sequence.id, self._delta(sampled)) for sampled in self.scheduler.advance(plan, result)]
 
@@ -119,6 +165,42 @@ class Engine:
         self.scheduler.finish(sequence)
         last = self._last(sequence, FinishReason.ERROR)
         return replace(last, error=f"the engine failed in a step: {fault}")
+
+
+def blocks_of(options: EngineOptions) -> int:
+    return -(-options.max_total_tokens // options.block_size)
+
+
+def _limits(checkpoint: Checkpoint, options: EngineOptions) -> Limits:
+    return Limits(
+        options.max_batch_size,
+        options.max_step_tokens,
+        checkpoint.config.context_length,
+        frozenset(checkpoint.eos_ids),
+        options.lone_step_tokens,
+        options.schedule_policy,
+        options.max_step_ms,
+    )
+
+
+def _measured(decoder: Decoder, store: Store | None, options: EngineOptions, context_length: int) -> StepCost | None:
+    """What steps take, if anything depends on it."""
+    if not (store or options.max_step_ms):
+        return None
+    load = store.measure() if store else 0.0
+    cost = calibrate.measure(decoder, blocks_of(options), options.block_size, options.max_step_tokens, context_length, load)
+    if store:
+        computed = cost.of_row() * options.block_size
+        choice = "is brought back" if cost.load_rows() < options.block_size else "is computed anew, and nothing is kept there"
+        log.info(
+            "a block of %d tokens takes %.1f ms to come from %s and %.1f ms to compute: it %s",
+            options.block_size,
+            load,
+            store.where,
+            computed,
+            choice,
+        )
+    return cost
 
 
 def _record(index: int, plan: StepPlan) -> StepRecord:

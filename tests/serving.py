@@ -32,6 +32,11 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def model(self) -> str:
+        """The name of the one that is served."""
+        return str(httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"])
+
+    @property
     def log(self) -> str:
         return (self.data_dir / "server.log").read_text()
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api import sse
-from app.api.decoding import MAX_MESSAGES, Content, Metadata, SamplingFields, body_of, decode, message_of, refuse_unless
+from app.api.decoding import MAX_MESSAGES, Content, Metadata, SamplingFields, body_of, decode, message_of, refuse_unless, tier_used
 from app.api.disconnect import run_out, until_gone
 from app.api.errors import ApiError, refusal
 from app.api.models import Models
@@ -95,6 +95,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: Metadata | None = None
+    service_tier: str | None = None
 
     response_format: ResponseFormat | None = None
 
@@ -107,6 +108,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             sampling=self.sampling(self.max_completion_tokens or self.max_tokens),
             client_message_id=key,
             stored=key is not None,
+            background=tier_used(self.service_tier) == "flex",
             request=self._echo(model),
         )
 
@@ -121,6 +123,7 @@ class ChatRequest(SamplingFields, kw_only=True):
             "max_output_tokens": limit,
             "metadata": self.metadata or {},
             "store": True,
+            "service_tier": tier_used(self.service_tier),
         }
 
 
@@ -189,6 +192,7 @@ def _head(run: Run, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": int(response.created_at),
         "model": response.request["model"],
+        "service_tier": response.request.get("service_tier", "default"),
     }
 
 

@@ -28,6 +28,7 @@ MAX_MESSAGES = 4096  # of one request
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+TIERS = {"auto": "default", "default": "default", "priority": "default", "flex": "flex"}  # service tiers, as asked for: as used
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 
@@ -99,6 +100,14 @@ def refuse_unless(neutral: Iterable[tuple[str, bool, str]]) -> None:
     for field, holds, expected in neutral:
         if not holds:
             raise ApiError(f"{field} is supported only as {expected}, got something else", field, "unsupported_value")
+
+
+def tier_used(asked: str | None) -> str:
+    """The service tier for the one asked for: flex is for work in the background. Raises: ApiError"""
+    tier = TIERS.get("auto" if asked is None else asked)
+    if tier is None:
+        raise ApiError(f"expected a service_tier of {', '.join(TIERS)}, got {_shown(asked)}", "service_tier", "unsupported_value")
+    return tier
 
 
 def text_of(content: Content | None, param: str) -> str:

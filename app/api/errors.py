@@ -31,7 +31,7 @@ def refusal(fault: Exception) -> Refusal:
         case ConversationError() | RequestError():
             return Refusal(400, str(fault), fault.code, fault.param)
         case BusyError():
-            return Refusal(429, str(fault), "rate_limit_exceeded")
+            return Refusal(429, str(fault), "rate_limit_exceeded", retry_after=fault.retry_after)
         case NotReadyError():
             return Refusal(503, str(fault), "model_loading" if fault.loading else "model_failed")
         case StoreError():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 Ending = tuple[Response, Item]
 
 
-async def pump(run: Run, journal: Journal, prompt_tokens: int) -> None:
-    """Follow the engine's work on `run` to its end, whatever happens on the way."""
+async def pump(run: Run, journal: Journal, prompt_tokens: int, keep: Callable[[Item], None]) -> None:
+    """Follow the engine's work on `run` to its end, whatever happens on the way. `keep` is given the reply, unless the engine failed."""
     assert run.generation
     usage = Usage(prompt_tokens=prompt_tokens)
     texts: list[str] = []
@@ -34,7 +35,10 @@ async def pump(run: Run, journal: Journal, prompt_tokens: int) -> None:
     text = "".join(texts)
     ids = list(last.reply) if last.reply or not text else None  # None: the engine broke off and cannot say; the text is encoded anew
     status, reason = _outcome(last.finish, run.stopped_because)
-    await finish_or_fail(run, journal, *ended(run, status, text=text, ids=ids, usage=usage, reason=reason, error=last.error))
+    response, reply = ended(run, status, text=text, ids=ids, usage=usage, reason=reason, error=last.error)
+    if status != "failed":
+        keep(reply)  # before anyone sees the end, and may follow it
+    await finish_or_fail(run, journal, response, reply)
 
 
 async def finish_or_fail(run: Run, journal: Journal, response: Response, reply: Item) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -17,17 +18,18 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
-from app.conversations import ledger
+from app.conversations import ledger, window
 from app.conversations.errors import ConflictError, NotFoundError, shown
 from app.conversations.journal import Journal
 from app.conversations.pump import ended, finish_or_fail, interrupted, pump
 from app.conversations.run import Run
+from app.conversations.segments import Segments
 from app.conversations.turn import Place, Turn, draft, new_conversation, new_items
 from app.store import Store
 from app.store.memory import MemoryStore
 from app.store.records import Conversation, Item, Response
-from engine.batcher import Batcher
-from engine.core import EngineError, SamplingParams
+from engine.batcher import Batcher, Session
+from engine.core import EngineError, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Conversations:
         self._durable = Shelf(store)
         self._batcher = batcher
         self._salt = salt
+        self._segments = Segments()
         self._runs: dict[str, Run] = {}  # from just before they are accepted until they have ended, by response id
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # listed conversations being written to
         self._closing = False
@@ -96,11 +99,13 @@ class Conversations:
         """Tokenise, check, write, start, in this order: nothing is written that cannot run, and nothing runs that is not written."""
         ready = self._batcher.ready()
         items = new_items(turn, place)
-        prompt = await self._batcher.prompt(ledger.messages(turn.instructions, place.path + items, ready.fingerprint))
+        chat = self._segments.recall(turn.owner, ready.fingerprint, turn.instructions, place.path, items)
+        prompt = await self._prompt(turn, place, items)
         sampling = turn.sampling
         if not sampling.max_tokens:
             sampling = dataclasses.replace(sampling, max_tokens=ready.context_length)
-        self._batcher.admit(prompt.ids, sampling)
+        session = self._batcher.session(self._salt(turn.owner))
+        session.admit(prompt.ids, sampling)
 
         drafted = draft(turn, place, items, prompt, ready.fingerprint)
         run = Run(drafted.response, drafted.reply)
@@ -108,21 +113,33 @@ class Conversations:
         try:
             repeated = await shelf.store.accept(drafted.conversation, drafted.response, [*drafted.items, drafted.reply])
         except BaseException as fault:
+            session.leave()
             del self._runs[run.id]
             run.finish(*ended(run, "failed", error=str(fault)))  # for whoever waits for it already
             raise
         if repeated:
+            session.leave()
             del self._runs[run.id]
             run.finish(*ended(run, "failed", error="it repeats another"))
             return await self._run_of(repeated, shelf)
-        self._task(self._carry_out(run, prompt.ids, sampling, shelf))
+        keep = functools.partial(self._segments.keep, chat)
+        self._task(self._carry_out(run, session, prompt.ids, sampling, turn.background, shelf, keep))
         return run
 
-    async def _carry_out(self, run: Run, ids: list[int], sampling: SamplingParams, shelf: Shelf) -> None:
+    async def _carry_out(
+        self,
+        run: Run,
+        session: Session,
+        ids: list[int],
+        sampling: SamplingParams,
+        background: bool,
+        shelf: Shelf,
+        keep: Callable[[Item], None],
+    ) -> None:
         """Take an accepted run to its end, whatever happens on the way."""
         try:
-            run.begin(self._batcher.session(self._salt(run.response.owner)).generate(ids, sampling))
-            await pump(run, shelf.journal, len(ids))
+            run.begin(session.generate(ids, sampling, background))
+            await pump(run, shelf.journal, len(ids), keep)
         except Exception as fault:
             if not isinstance(fault, EngineError):
                 log.exception("response %s broke off", run.id)
@@ -132,6 +149,20 @@ class Conversations:
             await self._see_written(run, shelf)
         finally:
             del self._runs[run.id]
+
+    async def _prompt(self, turn: Turn, place: Place, items: list[Item]) -> Prompt:
+        """The whole chat, or under `truncation: auto` the window of it that leaves room for a reply."""
+        ready = self._batcher.ready()
+        messages = ledger.messages(turn.instructions, place.path + items, ready.fingerprint)
+        if turn.truncation == "disabled":
+            return await self._batcher.prompt(messages)
+        limit = ready.context_length - window.room(turn.sampling.max_tokens, ready.context_length)
+        ends = await self._batcher.measure(messages)
+        for part in window.windows(messages, ends, limit, window.newest(items)):
+            prompt = await self._batcher.prompt(part)
+            if len(prompt.ids) < ready.context_length:
+                break
+        return prompt
 
     async def _see_written(self, run: Run, shelf: Shelf) -> None:
         """Where the log could not take a run's end, keep the run until it can: whoever asks meanwhile is told of the same end."""

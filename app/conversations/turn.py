@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -31,6 +31,8 @@ class Turn:
     conversation: str | None = None  # the conversation it is added to
     client_message_id: str | None = None
     stored: bool = True  # False: its records go to the caller's scratch shelf
+    truncation: Literal["auto", "disabled"] = "disabled"  # a chat too long for the context: without its oldest turns (auto), or refused
+    background: bool = False  # nobody waits for it: interactive turns go first
     request: dict[str, Any] = field(default_factory=dict)  # the adapter's echo of the request
 
     def check(self) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from engine import sampler
@@ -105,6 +107,17 @@ class ReferenceDecoder:
         torch.set_num_threads(threads or torch.get_num_threads())
         self.model = Llama(checkpoint.config, checkpoint.tensors())
         self.cache = self.model.new_cache(blocks, block_size)
+        self.identity = "reference"
+        self.block_bytes = self.cache[:, :, 0].nbytes
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.cache[:, :, target] = self.cache[:, :, source]
+
+    def save_block(self, block: int, into: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        into[:] = self.cache[:, :, block].contiguous().view(-1).numpy().view(np.uint8)
+
+    def load_block(self, block: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self.cache[:, :, block] = torch.from_numpy(data.copy()).view(self.cache.dtype).view_as(self.cache[:, :, block])
 
     @torch.inference_mode()
     def choose(self, batch: Batch, sequences: list[Sequence]) -> list[int]:

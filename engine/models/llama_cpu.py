@@ -34,7 +34,7 @@ Array = np.ndarray
 OFFSETS = {"q4_1": 0, "q4_0": -8, "q8_0": -128}  # what a format's integers have too much
 # Activations that enter with 12 bits: those whose rounding costs the most truth for the time they take (docs/cpu.md has the figures).
 FINE_INPUTS = frozenset({"qkv", "down"})
-PARTS = 512  # tiles of lone rows that can wait to be merged
+PARTS = 512  # tiles of lone rows that can wait to be merged: at least so many, and as many as the KV pool has
 
 PER_ROW, PER_BLOCK, PER_SAMPLE, PER_SHARE, FIXED = range(5)  # what a stage's items are
 SHARE = 32  # rows that make a thread's share worth having: fewer, and weights cost more than what threads hand each other
@@ -107,6 +107,8 @@ class CpuLlama:
         # Zeros: memory is taken as pages are first written, and no lane of a page ever holds a NaN that nobody wrote.
         self._cache = np.zeros((blocks * block_size // kv.PAGE, config.layers, layer_bytes), np.uint8)
         self._logits = np.empty((max_samples, self._vocab_stride), np.float32)
+        self._longest = min(config.context_length, blocks * block_size)  # positions
+        self._parts = max(PARTS, -(-blocks * block_size // SPAN) + 8 * self._threads)  # each lone row's last tile may be a part of one
         self._build(program, max_rows)
         self._program = np.zeros((len(program.rows), COLUMNS), np.int64)
         stages, tables, items, kinds = zip(*program.rows, strict=True)
@@ -116,6 +118,28 @@ class CpuLlama:
         self._fixed = np.array(items, np.int64)
         self._chunks = np.array([_quarter(number) for number in items], np.int64)
         self._kinds = np.array(kinds, np.int64)
+
+    @property
+    def identity(self) -> str:
+        """Kernels, and how they are told to compute. Every CPU has the same bits, so it says nothing of this one."""
+        return f"cpu {build.sources_digest()} {self._kv_dtype} {'exact' if self.exact else sorted(FINE_INPUTS)}"
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block(0).nbytes
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._block(target)[:] = self._block(source)
+
+    def save_block(self, block: int, into: Array) -> None:
+        into[:] = self._block(block)
+
+    def load_block(self, block: int, data: Array) -> None:
+        self._block(block)[:] = data
+
+    def _block(self, block: int) -> Array:
+        pages = self.block_size // kv.PAGE
+        return self._cache[block * pages : (block + 1) * pages].reshape(-1)
 
     @property
     def kv_bytes(self) -> int:
@@ -196,7 +220,7 @@ class CpuLlama:
             for row in range(0, span.rows, self._block_rows):
                 rows = min(self._block_rows, span.rows - row)
                 tiles = -(-(span.context - span.rows + row + rows) // SPAN)
-                if few and rows == 1 and 1 < tiles <= PARTS - parts:
+                if few and rows == 1 and 1 < tiles <= self._parts - parts:
                     part_rows[span.first + row] = parts, tiles
                     blocks += [(span.first + row, 1, address, tile, 1, parts + tile) for tile in range(tiles)]
                     parts += tiles
@@ -218,8 +242,8 @@ class CpuLlama:
         qkv = program.buffer(4 * rows * (queries + 2 * keys))
         mixed = program.buffer(4 * rows * queries)
         eps = program.keep(np.array([config.rms_eps], np.float32))
-        cos, sin = (program.keep(np.ascontiguousarray(table)) for table in rope.tables(config, config.context_length))
-        parts = program.buffer(PARTS * config.heads * (at.STATE_HEAD + 4 * config.head_dim))
+        cos, sin = (program.keep(np.ascontiguousarray(table)) for table in rope.tables(config, self._longest))
+        parts = program.buffer(self._parts * config.heads * (at.STATE_HEAD + 4 * config.head_dim))
         scratch_stride = -(-max(at.scratch_bytes(config.head_dim, self._group), li.SCRATCH_BYTES) // 64) * 64
         scratch = program.buffer(self._threads * scratch_stride)
         embedding = program.table(packed.embedding.data.ctypes.data, ti.FORMATS[packed.embedding.format], packed.embedding.inputs // 32, x)

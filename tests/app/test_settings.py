@@ -30,6 +30,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.store, settings.redis_url) == ("embedded", None)
     assert (settings.max_batch_size, settings.max_step_tokens, settings.max_total_tokens, settings.block_size) == (32, 128, 32768, 16)
     assert settings.lone_step_tokens == 512
+    assert (settings.schedule_policy, settings.max_step_ms, settings.batch_window_ms) == ("fcfs", 0, 0)
+    assert (settings.swap_gib, settings.offload_dir, settings.shared_prefixes) == (0, None, ())
     assert (settings.threads, settings.max_queue, settings.max_frame_bytes, settings.log_level) == (0, 256, 4 * 1024 * 1024, "info")
     assert settings.keys.owner({"headers": []}) == "local"
     assert settings.hosts == ["127.0.0.1", "localhost", "127.0.0.1", "[::1]"]
@@ -145,3 +147,37 @@ def test_settings_do_not_change() -> None:
 def test_a_misspelt_setting_in_code_is_refused() -> None:
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         Settings(prot=1)  # type: ignore[call-arg]
+
+
+def test_the_tier_has_a_size_of_its_own_when_it_has_a_folder(tmp_path: Path) -> None:
+    assert loaded("--offload-dir", str(tmp_path)).swap_gib == 4
+    assert loaded("--offload-dir", str(tmp_path), "--swap-space", "0.5").swap_gib == 0.5
+    assert loaded("--swap-space", "2").swap_gib == 2
+    with pytest.raises(SettingsError, match="expected swap_space above 0 with offload_dir"):
+        loaded("--offload-dir", str(tmp_path), "--swap-space", "0")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--batch-window-ms", "101"),
+        ("--batch-window-ms", "nan"),
+        ("--max-step-ms", "-1"),
+        ("--swap-space", "inf"),
+        ("--schedule-policy", "sjf"),
+    ],
+)
+def test_bounds_of_the_scheduler(flag: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^{flag[2:].replace('-', '_')}: expected .* got"):
+        loaded(flag, value)
+
+
+def test_shared_prefixes_are_files_with_a_system_message(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("You are Ana.\n\n")
+    two.write_text("You are\nBen.")
+    assert loaded("--shared-prefix", f"{one},{two}").shared_prefixes == ("You are Ana.", "You are\nBen.")
+    two.write_text("\n")
+    for path in (two, tmp_path / "none.txt"):
+        with pytest.raises(SettingsError, match="expected in shared_prefix a file"):
+            loaded("--shared-prefix", str(path))

@@ -7,56 +7,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from engine.batcher import STALL_SECONDS, Batcher, Failed, Generation, Loading, Ready
+from engine.admission import DEFAULT_SECONDS, LEAST_SECONDS
+from engine.batcher import STALL_SECONDS, Batcher, Failed, Loading, Ready
 from engine.core import (
     BusyError,
-    Delta,
     EngineOptions,
     FinishReason,
     Message,
     NotReadyError,
     Prompt,
     RequestError,
-    SamplingParams,
     StepPlan,
     StepResult,
 )
 from engine.engine import Progress
+from tests.engine.batching import batcher, collect, greedy, options, until
 
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what the engine thread does and tells nobody."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came to be")
-
-
-def options(folder: Path, **changes: int) -> EngineOptions:
-    return EngineOptions(model=str(folder), cache_dir=folder.parent / "cache", kernels="reference", threads=1, **changes)
-
-
-@pytest.fixture
-async def batcher(tiny_folder: Path) -> AsyncIterator[Batcher]:
-    made = Batcher(options(tiny_folder, max_batch_size=4, max_queue=2))
-    made.start()
-    await made.settled()
-    yield made
-    await made.close()
-
-
-def greedy(max_tokens: int = 8, **sampling: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **sampling)  # type: ignore[arg-type]
-
-
-async def collect(generation: Generation) -> list[Delta]:
-    return [delta async for delta in generation]
+__all__ = ["batcher"]
 
 
 async def test_loading_is_told_and_nothing_is_taken_before(tiny_folder: Path) -> None:
@@ -91,7 +62,7 @@ async def test_prompts_stream_side_by_side(batcher: Batcher) -> None:
         assert [bool(delta.finish) for delta in deltas] == [False] * 7 + [True]
         assert deltas[-1].reply == replies[0][-1].reply
     again = await collect(session.generate(prompt.ids, greedy()))
-    assert again[-1].cached == (len(prompt.ids) - 1) // 16 * 16 > 0
+    assert again[-1].cached == len(prompt.ids) - 1
     other = await collect(batcher.session(b"b").generate(prompt.ids, greedy()))
     assert other[-1].cached == 0, "another salt shares nothing (E3)"
     assert other[-1].reply == again[-1].reply
@@ -220,6 +191,84 @@ async def test_a_full_queue_refuses(batcher: Batcher) -> None:
         session.generate([9], greedy())
     await asyncio.gather(*map(collect, taken))
     await collect(session.generate([9], greedy()))
+
+
+async def test_a_full_queue_says_when_to_try_again(batcher: Batcher) -> None:
+    session = batcher.session(b"a")
+    taken = [session.generate([3 + i], greedy(30)) for i in range(6)]
+    with pytest.raises(BusyError, match="try again in 2 s") as busy:
+        session.generate([9], greedy())
+    assert busy.value.retry_after == DEFAULT_SECONDS
+    await asyncio.gather(*map(collect, taken))
+    taken = [session.generate([3 + i], greedy(30)) for i in range(6)]
+    with pytest.raises(BusyError) as busy:
+        session.generate([9], greedy())
+    assert busy.value.retry_after == LEAST_SECONDS, "six have ended in no time"
+
+
+async def test_a_flood_shuts_no_other_owner_out(batcher: Batcher) -> None:
+    flood = [batcher.session(b"a").generate([3 + i], greedy(100)) for i in range(6)]
+    with pytest.raises(BusyError):
+        batcher.session(b"a").generate([9], greedy())
+    others = [batcher.session(b"b").generate([9 + i], greedy(4)) for i in range(3)]
+    with pytest.raises(BusyError):
+        batcher.session(b"b").generate([9], greedy())
+    assert batcher.live == 9
+    ends = await asyncio.gather(*map(collect, flood + others))
+    assert {deltas[-1].finish for deltas in ends} == {FinishReason.LENGTH}
+    assert batcher.live == 0
+
+
+async def test_what_is_admitted_keeps_its_place_until_it_comes_or_leaves(batcher: Batcher) -> None:
+    """However many are admitted before the first of them has come: none is refused later."""
+    sessions = [batcher.session(b"a") for _ in range(7)]
+    for session in sessions[:6]:
+        session.admit([3], greedy())
+    with pytest.raises(BusyError):
+        sessions[6].admit([3], greedy())
+    sessions[0].leave()
+    sessions[0].leave()
+    sessions[6].admit([3], greedy())
+    with pytest.raises(BusyError):
+        sessions[0].admit([3], greedy())
+    for deltas in await asyncio.gather(*(collect(session.generate([3], greedy())) for session in sessions[1:])):
+        assert deltas[-1].finish is FinishReason.LENGTH
+    sessions[0].admit([3], greedy())
+
+
+async def test_a_place_is_given_back_when_the_engine_ended_meanwhile(batcher: Batcher) -> None:
+    ready, session = batcher.ready(), batcher.session(b"a")
+    for _ in range(6):
+        session.admit([3], greedy())
+        batcher.state = Failed("gone")
+        with pytest.raises(NotReadyError):
+            session.generate([3], greedy())
+        batcher.state = ready
+    taken = [batcher.session(b"a").generate([3], greedy()) for _ in range(6)]
+    await asyncio.gather(*map(collect, taken))
+
+
+async def test_background_work_is_marked_as_such(batcher: Batcher) -> None:
+    session = batcher.session(b"a")
+    plain, background = session.generate([3], greedy()), session.generate([3], greedy(), background=True)
+    assert (plain.sequence.priority, background.sequence.priority) == (0, 1)
+    await asyncio.gather(collect(plain), collect(background))
+
+
+async def test_what_the_pool_could_never_hold_is_refused_at_once(tiny_folder: Path) -> None:
+    batcher = Batcher(options(tiny_folder, max_total_tokens=64))
+    batcher.start()
+    assert (await batcher.settled()).context_length == 64
+    session = batcher.session(b"a")
+    with pytest.raises(RequestError, match=r"fewer than 64 tokens \(all that the KV pool holds\), got 64") as refused:
+        session.generate([3] * 64, greedy())
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(RequestError, match=r"1 to 64 tokens to generate \(all that the KV pool holds\), got 65") as refused:
+        session.generate([3], greedy(65))
+    assert refused.value.param == "max_output_tokens"
+    last = (await collect(session.generate([3] * 63, greedy(64))))[-1]
+    assert (last.finish, len(last.reply)) == (FinishReason.LENGTH, 1)
+    await batcher.close()
 
 
 async def test_a_dead_engine_thread_ends_every_reply_and_is_not_ready(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType
 from transformers import LlamaForCausalLM
 
 from engine import sampler
@@ -20,8 +20,7 @@ from engine.kernels.batch import Batch
 from engine.models.llama_cpu import CpuLlama
 from engine.weights import packed
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.convert import prepare
-from tests.engine import tiny
+from tests.engine.conftest import DEFAULTS
 from tests.engine.models.test_llama_cpu import poisoned
 from tests.engine.test_engine import ask, greedy, ids_of, run
 
@@ -29,31 +28,6 @@ NewEngine = Callable[..., Engine]
 
 PROMPT = random.Random(5).choices(range(3, 300), k=150)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
-DEFAULTS: dict[str, Any] = {"max_batch_size": 9, "max_step_tokens": 512, "max_total_tokens": 4096}
-
-
-@pytest.fixture(scope="module")
-def quantised(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """In Q4_1, as the default model is: its activations go through int8."""
-    config = tiny.config(hidden_size=64, intermediate_size=96, head_dim=32, context_length=512)
-    path = tiny.write_gguf(tmp_path_factory.mktemp("q4_1") / "m.gguf", config, kind=GGMLQuantizationType.Q4_1)
-    return prepare(str(path), tiny_folder.parent / "cache")
-
-
-@pytest.fixture
-def new_engine(tiny_folder: Path) -> Iterator[NewEngine]:
-    made: list[Engine] = []
-
-    def make(checkpoint: Checkpoint, **options: Any) -> Engine:
-        given = DEFAULTS | {"model": "tiny", "cache_dir": tiny_folder.parent / "cache"} | options
-        made.append(Engine(checkpoint, EngineOptions(**given)))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        decoder = engine.runner.decoder
-        if isinstance(decoder, CpuLlama):
-            decoder._team.close()  # other tests' engine threads may compute
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +62,24 @@ def alone(quantised: Checkpoint, tiny_folder: Path) -> list[int]:
     """What PROMPT is answered with when nothing else was ever asked."""
     engine = Engine(quantised, EngineOptions(model="tiny", cache_dir=tiny_folder.parent / "cache", **DEFAULTS))
     ids = reply(engine, mine())
-    engine.runner.decoder._team.close()  # type: ignore[attr-defined]
+    engine.runner.decoder.close()  # type: ignore[attr-defined]
     return ids
+
+
+def listen(engine: Engine, *sequences: Sequence) -> dict[int, np.ndarray]:
+    """The logits that each of these was sampled from, float32 [tokens, vocab], by sequence. They come at the same time."""
+    decoder: Any = engine.runner.decoder
+    choose, heard = decoder.choose, dict[int, list[np.ndarray]]()
+
+    def overhear(batch: Batch, asking: list[Sequence]) -> list[int]:
+        for sequence, row in zip(asking, np.array(decoder.forward(batch)), strict=True):
+            heard.setdefault(sequence.id, []).append(row)
+        chosen: list[int] = choose(batch, asking)
+        return chosen
+
+    with mock.patch.object(decoder, "choose", overhear):
+        run(engine, {0: list(sequences)})
+    return {id: np.stack(rows) for id, rows in heard.items()}
 
 
 def mine(id: int = 0, max_tokens: int = 40, salt: bytes = b"mine") -> Sequence:
@@ -139,9 +129,9 @@ def test_a_sampled_reply_is_the_same_among_eight_others(quantised: Checkpoint, n
 def test_a_sampled_reply_is_the_same_after_preemptions(quantised: Checkpoint, new_engine: NewEngine, alone: list[int]) -> None:
     """E12: run again, in other blocks, from the tokens it had."""
     engine = new_engine(quantised, max_total_tokens=544)
-    sequence = mine()
+    sequence = mine(9)  # the newest gives way
     replies = run(engine, {0: [ask(i, [3 + i] * 60, 100, temperature=1.0, seed=i) for i in range(1, 5)], 1: [sequence]})
-    assert ids_of(replies[0]) == alone
+    assert ids_of(replies[9]) == alone
     assert sequence.preemptions
 
 
@@ -155,9 +145,36 @@ def test_a_sampled_reply_is_the_same_on_every_cache_hit(quantised: Checkpoint, n
         sequence = mine(1, 40 if length % 16 < 2 else 6, salt)
         got = reply(engine, sequence)
         assert got == alone[: len(got)]
-        assert sequence.cached == length // 16 * 16
+        assert sequence.cached == length, "every token whose KV exists"
         hits.add(sequence.cached)
-    assert hits == set(range(0, 150, 16))
+    assert hits == set(range(1, 150))
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"exact": True}, {"block_size": 32}])
+def test_a_branch_from_anywhere_has_the_logits_of_a_cold_run(quantised: Checkpoint, new_engine: NewEngine, options: dict[str, Any]) -> None:
+    """E18: from each token of a prompt and of its reply, in the middle of a block too. And what was copied stays as it was."""
+    engine, cold = new_engine(quantised, **options), new_engine(quantised, **options)
+    whole = [*PROMPT, *reply(engine, mine())]
+    new = next(token for token in range(3, 300) if token not in whole)
+    for cut in range(1, len(whole), 1 if not options else 3):
+        prompt = [*whole[:cut], new, 7, 8]
+        branch, again = ask(cut, prompt, 2, b"mine"), ask(cut, prompt, 2, b"%d" % cut)
+        np.testing.assert_array_equal(listen(engine, branch)[cut], listen(cold, again)[cut])
+        assert (branch.cached, again.cached) == (cut, 0)
+    turn, again = ask(900, [*whole, 7], 20, b"mine"), ask(900, [*whole, 7], 20, b"cold")
+    np.testing.assert_array_equal(listen(engine, turn)[900], listen(cold, again)[900])
+    assert turn.cached == len(whole) - 1
+
+
+def test_branches_of_one_last_block_at_the_same_time_have_every_token_of_it(quantised: Checkpoint, new_engine: NewEngine) -> None:
+    """E18: each writes on in a copy of its own."""
+    engine, cold = new_engine(quantised), new_engine(quantised)
+    whole = [*PROMPT, *reply(engine, mine())]
+    branches = [ask(at, [*whole, 20 + at], 30, b"mine", **SAMPLED) for at in range(5)]
+    heard = listen(engine, *branches)
+    for branch in branches:
+        assert branch.cached == len(whole) - 1, "all that was run of it"
+        np.testing.assert_array_equal(heard[branch.id], listen(cold, ask(9, branch.prompt, 30, b"%d" % branch.id, **SAMPLED))[9])
 
 
 def test_the_next_turn_is_as_if_cold(quantised: Checkpoint, new_engine: NewEngine, alone: list[int]) -> None:
@@ -168,7 +185,7 @@ def test_the_next_turn_is_as_if_cold(quantised: Checkpoint, new_engine: NewEngin
         prompt = [*PROMPT, *alone[:stop], 5]
         turn, again = (ask(1 + stop, prompt, 4, temperature=1.0, seed=1, salt=salt) for salt in (b"mine", b"%d" % stop))
         assert reply(engine, turn) == reply(cold, again)
-        assert turn.cached == (len(PROMPT) + min(stop, len(alone) - 1)) // 16 * 16
+        assert turn.cached == len(PROMPT) + min(stop, len(alone) - 1), "all but the last token, which was never run"
         assert not again.cached
 
 
@@ -195,6 +212,28 @@ def test_a_reply_whose_logits_are_no_numbers_ends_alone(
     assert ids_of(replies[0]) == ids_of(replies[3]) == wanted
     assert exact or wanted == alone
     assert engine.scheduler.pool.owned == 0
+
+
+@pytest.mark.parametrize("at", [0, 3, -1])
+def test_kv_that_is_no_number_fails_one_request_and_not_the_next(
+    quantised: Checkpoint, new_engine: NewEngine, alone: list[int], at: int
+) -> None:
+    """E13: whatever spoilt it, a conversation's blocks are not kept once they gave no numbers; another's are."""
+    engine, cold = new_engine(quantised), new_engine(quantised)
+    theirs = ask(1, PROMPT, 40, b"theirs", **SAMPLED)
+    assert reply(engine, mine()) == reply(engine, theirs) == alone
+    found = engine.scheduler.pool.cache.match(b"mine", [*PROMPT, *alone])
+    spoilt = [*found.chain, found.part][at]
+    assert spoilt
+    engine.runner.decoder.load_block(spoilt.block, np.full(engine.runner.decoder.block_bytes, 0xFF, np.uint8))
+    turn = [*PROMPT, *alone, 5]
+    deltas = run(engine, {0: [ask(2, turn, 4, b"mine", **SAMPLED)]})[2]
+    assert [delta.finish for delta in deltas] == [FinishReason.ERROR]
+    assert engine.scheduler.pool.owned == 0
+    wanted = reply(cold, ask(3, turn, 4, **SAMPLED))
+    healed, other = ask(3, turn, 4, b"mine", **SAMPLED), ask(4, turn, 4, b"theirs", **SAMPLED)
+    assert reply(engine, healed) == reply(engine, other) == wanted
+    assert (healed.cached, other.cached) == (0, len(turn) - 2)
 
 
 def test_decoding_into_a_token_that_is_no_number(quantised: Checkpoint, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +277,7 @@ class Judged:
 
     def __init__(self, decoder: CpuLlama) -> None:
         self._decoder = decoder
+        self.copy_block = decoder.copy_block
         self.chosen: list[int] = []
         self.wanted: list[int] = []
 

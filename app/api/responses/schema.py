@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from app.api.decoding import MAX_MESSAGES, Content, Metadata, SamplingFields, decode, message_of, refuse_unless
+from app.api.decoding import MAX_MESSAGES, Content, Metadata, SamplingFields, decode, message_of, refuse_unless, tier_used
 from app.api.errors import ApiError
 from app.conversations.turn import Turn
 from app.store.records import Role
@@ -73,8 +73,8 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     include: list[str] | None = None
     prompt: Any = None
     context_management: Any = None
-    service_tier: str | None = None
 
+    service_tier: str | None = None
     background: bool | None = None  # over HTTP; a run begun on a WebSocket goes on without it anyway
 
     # About the caller or the transport.
@@ -98,6 +98,8 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
             conversation=conversation,
             client_message_id=(self.metadata or {}).get("client_message_id") or client_message_id,
             stored=self.store is not False,
+            truncation="auto" if self.truncation == "auto" else "disabled",
+            background=bool(self.background) or tier_used(self.service_tier) == "flex",
             request=self._echo(model, conversation),
         )
 
@@ -123,12 +125,11 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
                 ("text.verbosity", not self.text or self.text.verbosity in (None, "medium"), "medium"),
                 ("text.format", format == "text", "type text"),
                 ("reasoning.effort", reasoning in (None, "none"), "none"),
-                ("truncation", self.truncation in (None, "disabled"), "disabled"),
+                ("truncation", self.truncation in (None, "auto", "disabled"), "auto or disabled"),
                 ("top_logprobs", not self.top_logprobs, "0"),
                 ("include", not set(self.include or ()) - {"reasoning.encrypted_content"}, "an empty list"),
                 ("prompt", self.prompt is None, "none"),
                 ("context_management", not self.context_management, "none"),
-                ("service_tier", self.service_tier in (None, "auto", "default"), "auto or default"),
             )
         )
 
@@ -140,6 +141,7 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
             "conversation": conversation,
             **self.shown_settings(),
             "max_output_tokens": self.max_output_tokens,
+            "truncation": self.truncation or "disabled",
             "metadata": self.metadata or {},
             "store": self.store is not False,
             "safety_identifier": self.safety_identifier,
@@ -148,6 +150,7 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "max_tool_calls": self.max_tool_calls,
             "background": bool(self.background),
+            "service_tier": tier_used(self.service_tier),
         }
 
 

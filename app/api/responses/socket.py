@@ -116,6 +116,7 @@ class ResponsesSocket:
             self._lanes.pop(lane.stream_id, None)
 
     async def _respond(self, lane: Lane, request: ResponseCreate) -> None:
+        request.background = None  # someone is here and waits
         turn = request.turn(self._owner, self._models.served(request.model))
         run = lane.run = await self._conversations.submit(turn, self._scratch)
         if lane.cancelled:

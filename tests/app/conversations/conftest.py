@@ -12,6 +12,7 @@ from app.conversations.service import Conversations
 from app.store.valkey import ValkeyStore, connect
 from engine.batcher import Batcher
 from engine.core import EngineOptions
+from tests.app.conversations import hostile
 from tests.app.store.conftest import valkey_url
 
 __all__ = ["valkey_url"]
@@ -20,6 +21,17 @@ __all__ = ["valkey_url"]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def batcher(tiny_folder: Path) -> AsyncIterator[Batcher]:
     made = Batcher(EngineOptions(model=str(tiny_folder), cache_dir=tiny_folder.parent / "cache", kernels="reference", threads=1))
+    made.start()
+    await made.settled()
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hostile_batcher(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Batcher]:
+    folder = hostile.write_folder(tmp_path_factory.mktemp("hostile") / "model")
+    options = EngineOptions(model=str(folder), cache_dir=folder.parent / "cache", kernels="reference", threads=1, max_total_tokens=1 << 17)
+    made = Batcher(options)  # a pool that need not forget
     made.start()
     await made.settled()
     yield made

@@ -1,0 +1,127 @@
+"""What replies were run as, for clients that send their whole chat with every request.
+
+Owns a memory, of this process alone and bounded in tokens, from a chat's text up to the end of a reply to the tokens that reply was
+generated as. An assistant message of such a client is looked up here, and what is found is run as it was, not tokenised again: about
+one sampled reply in three would encode differently. Knows no store and no engine, and rests on nothing a client says but the text.
+
+The key is a hash of the owner and of the whole chat up to the reply, so the same words said elsewhere are another reply. There is no key
+of a reply's own text alone to fall back on: what it finds would depend on what other chats said meanwhile, so turn N + 1 could change
+what turn N ran. For the same reason what is kept first stays, and `Segment.after` says which replies before one were run by their tokens
+and which, unknown at the time, by their text: what is found is found as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from app.store.records import Item
+
+MOST_TOKENS = 1 << 21  # of four bytes
+ENTRY_TOKENS = 128  # what an entry without any takes up
+
+
+@dataclass(slots=True, frozen=True)
+class Segment:
+    """A reply's tokens, and those of the prompt before it, as an `Item` has them."""
+
+    lead_ids: array[int]
+    lead_digest: bytes
+    ids: array[int]
+    after: int  # index, among the chat's messages, of the reply that `lead_ids` follow; -1: none, they are the prompt's front
+
+    @property
+    def tokens(self) -> int:
+        return ENTRY_TOKENS + len(self.lead_ids) + len(self.ids)
+
+
+@dataclass(slots=True)
+class Chat:
+    """A chat that is about to be replied to."""
+
+    fingerprint: str  # of the tokenizer and template it is run with
+    hash: hashlib.blake2b  # of all that was said
+    items: list[Item | None] = field(default_factory=list)  # one for each message of the chat; None: the instructions
+    keys: dict[int, bytes] = field(default_factory=dict)  # of each assistant message, by its index, oldest first
+
+    def add(self, items: Sequence[Item]) -> None:
+        for item in items:
+            if item.text:  # else it is no message
+                self.say(item.role, item.text, item)
+
+    def say(self, role: str, text: str, item: Item | None = None) -> None:
+        _update(self.hash, role, text)
+        if role == "assistant":
+            self.keys[len(self.items)] = self.hash.digest()
+        self.items.append(item)
+
+
+class Segments:
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most = most_tokens
+        self._tokens = 0  # kept
+        # The least recently used first; of a chat, a reply before those it follows, so that what is left of it is a beginning.
+        self._kept: OrderedDict[bytes, Segment] = OrderedDict()
+
+    def recall(self, owner: str, fingerprint: str, instructions: str | None, path: Sequence[Item], new: Sequence[Item]) -> Chat:
+        """Give the replies among `new` the tokens they are known by, in place.
+
+        `path`, what the ledger has before them, is as it was run: what came without tokens then was looked up in vain, and stays text.
+        """
+        chat = Chat(fingerprint, hashlib.blake2b(digest_size=32))
+        _update(chat.hash, owner, fingerprint)
+        if instructions:
+            chat.say("system", instructions)
+        chat.add(path)
+        oldest = len(chat.items)
+        chat.add(new)
+        at = len(chat.items) - 1
+        while at >= oldest:
+            item, segment = chat.items[at], self._kept.get(chat.keys.get(at, b""))
+            if item is None or segment is None:
+                at -= 1
+                continue
+            item.lead_ids, item.lead_digest, item.ids = list(segment.lead_ids), segment.lead_digest, list(segment.ids)
+            item.fingerprint = fingerprint
+            at = segment.after
+        self._touch(chat.keys.values())
+        return chat
+
+    def keep(self, chat: Chat, reply: Item) -> None:
+        """Remember the reply that `chat` has got, and with it the replies that it follows. One without text is no message."""
+        if not reply.text or reply.ids is None:
+            return
+        after = -1
+        for index, key in chat.keys.items():
+            item = chat.items[index]
+            if item and item.ids is not None and item.fingerprint == chat.fingerprint:
+                self._add(key, item, after)
+                after = index
+        said = chat.hash.copy()
+        _update(said, "assistant", reply.text)
+        self._add(said.digest(), reply, after)
+        self._touch(chat.keys.values())
+        while self._tokens > self._most:
+            _, dropped = self._kept.popitem(last=False)
+            self._tokens -= dropped.tokens
+
+    def _add(self, key: bytes, reply: Item, after: int) -> None:
+        if key not in self._kept and reply.ids is not None:
+            segment = self._kept[key] = Segment(array("I", reply.lead_ids), reply.lead_digest, array("I", reply.ids), after)
+            self._tokens += segment.tokens
+
+    def _touch(self, keys: Iterable[bytes]) -> None:
+        for key in reversed(list(keys)):
+            if key in self._kept:
+                self._kept.move_to_end(key)
+
+
+def _update(hash: hashlib.blake2b, *fields: str) -> None:
+    """Each field with its length, so that none can be mistaken for a part of another."""
+    for text in fields:
+        data = text.encode(errors="surrogatepass")  # a lone surrogate is refused later, by those who tokenise
+        hash.update(len(data).to_bytes(8, "little"))
+        hash.update(data)

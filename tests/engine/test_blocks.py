@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+from engine.blocks import BlockPool
+from engine.core import CacheNode, Copy, Load, Save, Sequence
+from engine.prefix_cache import PrefixCache
+from engine.tier import Tier
+from tests.engine.fakes import sequence
+
+SIZE = 2
+LONG = [1, 2, 3, 4, 5, 6]
+
+
+def pool_of(blocks: int, slots: int = 0, shared: list[int] | None = None) -> BlockPool:
+    return BlockPool(blocks, SIZE, PrefixCache(SIZE, [shared] if shared else []), Tier(slots) if slots else None)
+
+
+def ran(pool: BlockPool, tokens: list[int], salt: bytes = b"a", found: list[CacheNode] | None = None) -> Sequence:
+    """A running sequence whose tokens were all computed, but for what it shares."""
+    made = sequence(0, tokens, salt=salt)
+    made.shared = pool.cache.shared_blocks(tokens)
+    made.chain = found or []
+    made.table = pool.share(made.chain)
+    made.table += [pool.allocate() for _ in range(pool.blocks_for(len(tokens)) - len(made.table))]
+    made.computed = len(tokens)
+    pool.remember(made)
+    return made
+
+
+def end(pool: BlockPool, *sequences: Sequence) -> None:
+    for each in sequences:
+        pool.keep_tail(each)
+        pool.release(each.table)
+        each.table, each.chain = [], []
+
+
+def known(pool: BlockPool, tokens: list[int], salt: bytes = b"a") -> int:
+    return pool.cache.match(salt, tokens, pool.cache.shared_blocks(tokens)).tokens(SIZE)
+
+
+def chain(pool: BlockPool, tokens: list[int]) -> list[CacheNode]:
+    return pool.cache.match(b"a", tokens).chain
+
+
+def push_out(pool: BlockPool) -> None:
+    """Everything that is idle leaves the pool."""
+    pool.release([pool.allocate() for _ in range(pool.available)])
+
+
+# Without a tier
+
+
+def test_every_block_is_free_idle_or_owned() -> None:
+    pool = pool_of(5)
+    first = ran(pool, LONG)
+    pool.check([first.table])
+    assert (pool.owned, pool.available) == (3, 2)
+    second = ran(pool, [*LONG[:4], 9], found=chain(pool, LONG)[:2])
+    assert second.table[:2] == first.table[:2]
+    assert (pool.owned, pool.available) == (4, 1)
+    end(pool, first)
+    pool.check([second.table])
+    assert (pool.owned, pool.available) == (3, 2)
+    end(pool, second)
+    pool.check([])
+    assert (pool.owned, pool.available) == (0, 5)
+
+
+def test_the_tail_is_given_up_before_the_head() -> None:
+    pool = pool_of(3)
+    end(pool, ran(pool, LONG))
+    for left in (4, 2, 0):
+        pool.allocate()
+        assert known(pool, LONG) == left
+
+
+def test_a_prefix_outlives_all_that_builds_on_it() -> None:
+    """Whoever used it last, and in whatever order its users end."""
+    pool = pool_of(6)
+    one = ran(pool, [1, 2, 3, 4])
+    two = ran(pool, [1, 2, 5, 6], found=one.chain[:1])
+    end(pool, two, one)
+    end(pool, ran(pool, [1, 2, 7, 8], found=chain(pool, [1, 2])))
+    for gone in ([5, 6], [3, 4], [7, 8]):
+        while pool._free:
+            pool.allocate()
+        pool.allocate()
+        assert known(pool, [1, 2, *gone]) == 2
+    pool.allocate()
+    assert known(pool, [1, 2]) == 0
+
+
+def test_what_was_used_last_is_given_up_last() -> None:
+    pool = pool_of(4)
+    end(pool, ran(pool, [1, 2, 3, 4]), ran(pool, [5, 6, 7, 8]))
+    pool.release(pool.share(chain(pool, [1, 2, 3, 4])))
+    pool.allocate(), pool.allocate()
+    assert known(pool, [5, 6, 7, 8]) == 0
+    assert known(pool, [1, 2, 3, 4]) == 4
+
+
+def test_the_same_content_is_held_once() -> None:
+    """Two that computed it at the same time: one's block goes back."""
+    pool = pool_of(8)
+    first, second = ran(pool, LONG), ran(pool, LONG)
+    assert second.table == first.table
+    assert pool.owned == 3
+    other = ran(pool, LONG, b"b")
+    assert not {*other.table} & {*first.table}, "another owner's is another block"
+    end(pool, first, second, other)
+
+
+def test_a_partly_filled_last_block_is_kept() -> None:
+    pool = pool_of(8)
+    end(pool, ran(pool, LONG[:5]))
+    found = pool.cache.match(b"a", LONG)
+    assert (len(found.chain), found.part_tokens) == (2, 1)
+    assert found.part
+    assert found.part.block not in pool._free
+
+
+def test_a_last_block_gives_way_to_one_that_has_its_tokens_too() -> None:
+    """And is not kept beside one."""
+    pool = pool_of(8)
+    end(pool, ran(pool, [1]))
+    end(pool, ran(pool, [1, 2]))
+    assert len(pool._free) == 7
+    end(pool, ran(pool, [1]))
+    assert len(pool._free) == 7
+    assert known(pool, [1, 2]) == 2
+
+
+def test_who_shares_a_block_takes_none_that_is_available() -> None:
+    pool = pool_of(4)
+    end(pool, ran(pool, LONG))
+    nodes = chain(pool, LONG)
+    assert pool.evictable(nodes) == 3
+    table = pool.share(nodes)
+    assert (pool.available, pool.evictable(nodes)) == (1, 0)
+    again = pool.share(nodes)
+    assert pool.available == 1
+    pool.release(again)
+    assert pool.available == 1
+    pool.release(table)
+    assert pool.available == 4
+
+
+def test_what_is_given_up_is_forgotten() -> None:
+    pool = pool_of(3)
+    end(pool, ran(pool, LONG))
+    push_out(pool)
+    assert known(pool, LONG) == 0
+    assert not pool.take_moves()
+    pool.check([])
+
+
+def test_a_copy_within_a_block_is_no_move() -> None:
+    """Its source was given up for it, so what it is to have is there already."""
+    pool = pool_of(3)
+    pool.copy(1, 1)
+    pool.copy(1, 2)
+    assert pool.take_moves() == [Copy(1, 2)]
+    assert pool.take_moves() == []
+
+
+# With a tier
+
+
+def test_what_is_given_up_goes_to_the_tier_and_comes_back() -> None:
+    pool = pool_of(3, slots=4)
+    end(pool, ran(pool, LONG))
+    nodes = chain(pool, LONG)
+    blocks = [node.block for node in nodes]
+    push_out(pool)
+    assert pool.take_moves() == [Save(blocks[at], nodes[at].slot, nodes[at]) for at in (2, 1, 0)]
+    assert known(pool, LONG) == 6
+    assert all(node.block < 0 for node in nodes)
+    table = [pool.load(node, pool.allocate(), whole=True) for node in nodes]
+    assert pool.take_moves() == [Load(node.slot, node.block, node) for node in nodes]
+    assert [node.block for node in nodes] == table
+    pool.check([table])
+    pool.release(table)
+    push_out(pool)
+    assert pool.take_moves() == [], "the tier has them still"
+    pool.check([])
+
+
+def test_two_who_want_the_same_from_the_tier_get_it_once() -> None:
+    pool = pool_of(4, slots=4)
+    end(pool, ran(pool, [1, 2]))
+    (node,) = chain(pool, [1, 2])
+    push_out(pool)
+    pool.take_moves()
+    one, two = pool.load(node, pool.allocate(), whole=True), pool.load(node, pool.allocate(), whole=True)
+    assert one == two == node.block
+    assert len(pool.take_moves()) == 1
+    assert pool.owned == 1
+    pool.check([[one], [two]])
+
+
+def test_a_part_of_a_block_comes_without_it() -> None:
+    """The rest of the block will be the one's who asked for it."""
+    pool = pool_of(4, slots=4)
+    end(pool, ran(pool, [1, 2]))
+    (node,) = chain(pool, [1, 2])
+    push_out(pool)
+    pool.take_moves()
+    block = pool.load(node, pool.allocate(), whole=False)
+    assert pool.take_moves() == [Load(node.slot, block, node)]
+    assert node.block < 0
+    pool.release([block])
+    assert len(pool._free) == 4
+    pool.check([])
+
+
+def test_a_full_tier_forgets_what_was_not_used_for_longest() -> None:
+    pool = pool_of(3, slots=2)
+    end(pool, ran(pool, LONG))
+    push_out(pool)
+    saves = pool.take_moves()
+    assert len(saves) == 3, "in the end only the first two blocks are there"
+    assert known(pool, LONG) == 4
+    pool.check([])
+    end(pool, ran(pool, [7, 8, 9, 9]))
+    push_out(pool)
+    assert known(pool, LONG) == 0
+    assert known(pool, [7, 8, 9, 9]) == 4
+    pool.check([])
+
+
+def test_what_the_pool_holds_loses_only_its_slot() -> None:
+    """And is kept again when it is given up."""
+    pool = pool_of(4, slots=1)
+    end(pool, ran(pool, [1, 2]))
+    push_out(pool)
+    (node,) = chain(pool, [1, 2])
+    table = [pool.load(node, pool.allocate(), whole=True)]
+    other = ran(pool, [3, 4])
+    end(pool, other)
+    pool.check([table])
+    filled = [pool.allocate() for _ in range(pool.available)]
+    assert chain(pool, [3, 4])[0].slot == 0
+    assert (node.slot, node.block) == (-1, table[0])
+    pool.release(filled + table)
+    pool.check([])
+    pool.take_moves()
+    push_out(pool)
+    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [node]
+
+
+def test_when_nothing_runs_the_tier_gets_what_is_given_up_first() -> None:
+    pool = pool_of(6, slots=8)
+    owned = ran(pool, [9, 9])
+    end_order = ran(pool, LONG)
+    nodes = [*end_order.chain]
+    pool.release(end_order.table)
+    pool.write_behind(2)
+    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [nodes[2], nodes[1]]
+    pool.write_behind(9)
+    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [nodes[0]], "what runs stays where it is"
+    pool.write_behind(9)
+    assert not pool.take_moves()
+    assert all(node.block >= 0 for node in nodes)
+    pool.check([owned.table])
+
+
+def test_writing_behind_comes_to_an_end_in_a_tier_that_is_too_small() -> None:
+    pool = pool_of(6, slots=2)
+    end(pool, ran(pool, [1, 2, 3, 4]))
+    push_out(pool)
+    pool.take_moves()
+    end(pool, ran(pool, [5, 6, 7, 8, 9, 9]))
+    saved: list[CacheNode] = []
+    while moves := (pool.write_behind(1), pool.take_moves())[1]:
+        saved += [move.node for move in moves if isinstance(move, Save)]
+        pool.check([])
+    assert [node.tokens for node in saved] == [(9, 9), (7, 8)], "as much as there is room for"
+
+
+def test_a_save_that_failed_is_made_again_while_the_block_is_there() -> None:
+    pool = pool_of(2, slots=2)
+    end(pool, ran(pool, [1, 2]))
+    for _ in range(2):
+        pool.write_behind(9)
+        (save,) = pool.take_moves()
+        assert isinstance(save, Save)
+        pool.unsaved(save)
+        pool.check([])
+        assert save.node.slot < 0
+    assert known(pool, [1, 2]) == 2
+
+
+def test_what_could_not_be_saved_and_is_nowhere_else_is_forgotten_with_what_follows_it() -> None:
+    pool = pool_of(3, slots=4)
+    end(pool, ran(pool, LONG))
+    push_out(pool)
+    saves = pool.take_moves()
+    assert isinstance(saves[1], Save)
+    assert saves[1].node.tokens == (3, 4)
+    pool.unsaved(saves[1])
+    assert known(pool, LONG) == 2
+    assert pool.tier
+    assert len(pool.tier._free) == 3, "their slots are free"
+    pool.check([])
+
+
+def test_a_save_that_failed_says_nothing_of_a_later_one() -> None:
+    """The slot went to another, and the block to another slot, before it was known."""
+    pool = pool_of(3, slots=2)
+    end(pool, ran(pool, [1, 2]))
+    pool.write_behind(1)
+    (save,) = pool.take_moves()
+    assert isinstance(save, Save)
+    assert pool.tier
+    pool.tier.release(save.node)
+    (other,) = ran(pool, [3, 4]).chain
+    pool.tier.take(other)
+    pool.tier.take(save.node)
+    assert save.node.slot != save.slot
+    pool.unsaved(save)
+    assert (other.slot, save.node.slot) == (save.slot, 1 - save.slot)
+
+
+def test_what_is_forgotten_leaves_its_slot_and_its_idle_block_but_not_an_owned_one() -> None:
+    pool = pool_of(4, slots=4)
+    first = ran(pool, LONG)
+    nodes = [*first.chain]
+    second = ran(pool, LONG[:4], found=nodes[:2])
+    end_of = first.table[2]
+    pool.release(first.table)
+    pool.write_behind(9)
+    pool.take_moves()
+    pool.forget(nodes[1])
+    pool.check([second.table])
+    assert end_of in pool._free
+    assert second.table[1] not in pool._free
+    assert nodes[2].slot < 0
+    pool.release(second.table)
+    assert second.table[1] in pool._free
+    pool.check([])
+
+
+# What turned out to be wrong
+
+
+def test_what_a_sequence_ran_on_can_be_forgotten() -> None:
+    """All that who asks the same again would run on: its blocks, the one it copied from, and those in the tier."""
+    pool = pool_of(8, slots=8)
+    end(pool, ran(pool, [*LONG, 7]))
+    push_out(pool)
+    nodes = chain(pool, LONG)
+    table = [pool.load(nodes[0], pool.allocate(), whole=True)]
+    broken = sequence(1, [*LONG, 7, 8])
+    broken.chain, broken.table = [nodes[0]], table
+    pool.distrust(broken)
+    end(pool, broken)
+    pool.check([])
+    assert list(pool.cache.nodes()) == []
+    assert len(pool._free) == 8
+
+
+def test_what_another_runs_on_too_is_not_forgotten_before_both_say_so() -> None:
+    pool = pool_of(8)
+    one = ran(pool, LONG)
+    two = ran(pool, [*LONG[:4], 9, 9], found=one.chain[:2])
+    pool.distrust(one)
+    end_of = one.table[2]
+    pool.keep_tail(one)
+    pool.release(one.table)
+    pool.check([two.table])
+    assert end_of in pool._free
+    assert known(pool, LONG) == 4
+    pool.distrust(two)
+    end(pool, two)
+    assert list(pool.cache.nodes()) == []
+
+
+def test_who_branches_off_keeps_its_own_blocks() -> None:
+    """A sequence that found nothing but the beginning of another's running block leaves that alone."""
+    pool = pool_of(8)
+    other = ran(pool, [1, 2])
+    broken = ran(pool, [1, 3])
+    pool.distrust(broken)
+    pool.release(broken.table)
+    pool.check([other.table])
+    assert known(pool, [1, 2]) == 2
+    assert known(pool, [1, 3]) == 1
+
+
+def test_a_shared_prefix_is_forgotten_too_and_so_is_what_an_owner_has_after_it() -> None:
+    pool = pool_of(8, shared=[1, 2])
+    end(pool, ran(pool, [1, 2, 3, 4], b"b"))
+    broken = ran(pool, [1, 2, 5, 6])
+    pool.distrust(broken)
+    pool.release(broken.table)
+    pool.check([])
+    assert known(pool, [1, 2, 5, 6]) == 0
+    end(pool, ran(pool, [1, 2]))
+    assert known(pool, [1, 2, 5, 6]) == 2
+    assert known(pool, [1, 2, 3, 4], b"b") == 4, "another owner's own blocks stay"
