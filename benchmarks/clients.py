@@ -209,16 +209,20 @@ class ResponsesClient:
         self._url = f"{url.replace('http', 'ws', 1).rstrip('/').removesuffix('/v1')}/v1/responses"
         self._model = model
         self._socket: ClientConnection | None = None
-        self._previous: str | None = None
+        self.previous: str | None = None  # the response that the next turn follows
 
-    async def ask(self, question: str, tokens: int, turn: Turn) -> None:
+    async def open(self) -> None:
         if self._socket is None:
             self._socket = await connect(self._url, compression=None)
+
+    async def ask(self, question: str, tokens: int, turn: Turn) -> None:
+        await self.open()
+        assert self._socket
         create = {
             "type": "response.create",
             "model": self._model,
             "input": question,
-            "previous_response_id": self._previous,
+            "previous_response_id": self.previous,
             "max_output_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -227,6 +231,11 @@ class ResponsesClient:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             while not self._take(_event.decode(await self._socket.recv(decode=False)), turn):
                 pass
+
+    async def stop(self) -> None:
+        """End the reply that `ask` waits for."""
+        assert self._socket
+        await self._socket.send('{"type": "response.cancel"}')
 
     def _take(self, event: _Event, turn: Turn) -> bool:
         """Whether the reply has ended."""
@@ -240,7 +249,7 @@ class ResponsesClient:
         if event.type not in ("response.completed", "response.incomplete"):  # a reply as long as it may be is incomplete
             return False
         assert event.response
-        self._previous = event.response.id
+        self.previous = event.response.id
         if usage := event.response.usage:
             turn.tokens, turn.prompt_tokens = usage.output_tokens, usage.input_tokens
             turn.cached_tokens = usage.input_tokens_details.cached_tokens if usage.input_tokens_details else None
