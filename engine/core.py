@@ -198,6 +198,7 @@ class Sequence:
     table: list[int] = field(default_factory=list)  # block ids; block i holds positions [i * size, (i + 1) * size)
     computed: int = 0  # tokens whose KV is in the table's blocks
     chain: list[CacheNode] = field(default_factory=list)  # the prefix cache's nodes of its leading full blocks
+    found: list[CacheNode] = field(default_factory=list)  # those that the cache had of it when it was last looked for, while it waits
     cached: int = 0  # prompt tokens found in the prefix cache when it first started
     preemptions: int = 0
     crowded_out: int = 0  # those of them for want of blocks

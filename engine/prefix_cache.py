@@ -61,14 +61,19 @@ class PrefixCache:
             self._roots[name] = CacheNode(None, (), salt=name)
         return self._roots[name]
 
-    def match(self, salt: bytes, tokens: Sequence[int], shared: int = 0) -> Match:
-        """The longest known prefix of `tokens`, of which `shared` blocks are everyone's."""
-        found = Match()
-        parent: CacheNode | None = None
-        for at, start in enumerate(range(0, len(tokens), self.block_size)):
+    def match(self, salt: bytes, tokens: Sequence[int], shared: int = 0, before: Sequence[CacheNode] = ()) -> Match:
+        """The longest known prefix of `tokens`, of which `shared` blocks are everyone's.
+
+        before: the chain that an earlier search for the same tokens found. What is still known of it is not searched again.
+        """
+        # A node is forgotten with all that follows it, but owners' nodes do not follow everyone's.
+        known = before and before[-1].parent and (not shared or before[min(shared, len(before)) - 1].parent)
+        found = Match(list(before) if known else [])
+        parent = found.chain[-1] if found.chain else None
+        for at in range(len(found.chain), -(-len(tokens) // self.block_size)):
             if parent is None or at == shared:
                 parent = self.root(salt, tokens, at, shared)
-            wanted = tuple(tokens[start : start + self.block_size])
+            wanted = tuple(tokens[at * self.block_size : (at + 1) * self.block_size])
             node, common = _closest(parent.children, wanted)
             if node is None or common < self.block_size:
                 found.part, found.part_tokens = node, common

@@ -28,6 +28,7 @@ from engine.prefix_cache import Match
 from engine.waiting import AGE, Waiting
 
 LEAST_ROWS = 16  # of a prompt in a step, whatever they take: it must come to an end
+LONGEST_MS = 1000.0  # predicted, of a step that delays no decode: a newcomer and a cancel wait for its end
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,7 +194,7 @@ class Scheduler:
         """A sequence that is alone keeps nobody waiting who is there already, so its steps may be longer."""
         alone = len(self.running) + len(self.waiting) == 1
         tokens = max(self.limits.max_step_tokens, self.limits.lone_step_tokens if alone else 0) - len(decodes)
-        milliseconds = math.inf
+        milliseconds = LONGEST_MS if self.cost else math.inf
         if self.limits.max_step_ms and self.cost and decodes:
             milliseconds = max(0.1, self.limits.max_step_ms - self.cost.of_step(decodes))
         return _Room(tokens, milliseconds, len(decodes), self.cost)
@@ -217,11 +218,11 @@ class Scheduler:
         waiting = None if full else self.waiting.next(self.step)
         if not begun:
             return waiting
-        rank = self.waiting.rank
-        first = min(begun, key=rank)
-        if waiting and (self.waiting.overdue(waiting, self.step) or rank(waiting) < rank(first)):
-            return waiting
-        return first
+        first = min(begun, key=self._turn)
+        return waiting if waiting and self._turn(waiting) < self._turn(first) else first
+
+    def _turn(self, sequence: Sequence) -> tuple[int, int, int, int]:
+        return self.waiting.rank(sequence, self.step)
 
     def _continue(self, sequence: Sequence, room: _Room) -> list[Chunk]:
         """Run as much of a prompt as there is room for, once what the tier has of it is there."""
@@ -245,7 +246,9 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> Match:
         """What is known of a waiting sequence. At least one token must run, or there would be no logits to sample from (E15)."""
-        return self.pool.cache.match(sequence.salt, sequence.tokens(0, sequence.length - 1), sequence.shared)
+        found = self.pool.cache.match(sequence.salt, sequence.tokens(0, sequence.length - 1), sequence.shared, sequence.found)
+        sequence.found = found.chain
+        return found
 
     def _known(self, sequence: Sequence) -> int:
         return self._match(sequence).tokens(self.pool.block_size)
@@ -277,7 +280,7 @@ class Scheduler:
             sequence.pending.append((part, found.part_tokens))
         if not (sequence.preemptions or sequence.output):
             sequence.cached = sequence.computed
-        sequence.phase = Phase.RUNNING
+        sequence.phase, sequence.found = Phase.RUNNING, []
         insort(self.running, sequence, key=self._rank)
         self.waiting.start(sequence)
         return True

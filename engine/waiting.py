@@ -3,10 +3,10 @@
 Owns: the order of waiting sequences, and who counts as background. Pure and deterministic: time is counted in steps. Four rules, the
 weightiest first:
 
-1. An owner that has waited for AGE steps with nothing running is next; of several, the one that has waited longest.
-2. Interactive requests go before background ones. So that none of these waits for ever, one at a time, and one in AGE steps, is promoted:
+1. Interactive requests go before background ones. So that none of these waits for ever, one at a time, and one in AGE steps, is promoted:
    it counts as interactive until it ends. It has had nothing for AGE steps, and its owner was served least. (If each that has waited for
    long were promoted, whoever is interactive would wait behind a crowd of them.)
+2. An owner that has waited for AGE steps with nothing running is next; of several, the one that has waited longest.
 3. Of several owners, the one that was served least is next: each token run counts, by priority (virtual token counter: Sheng et al.,
    "Fairness in Serving Large Language Models", OSDI 2024). An owner that had nothing waiting joins level with the least served of those
    who have, so nobody saves up turns.
@@ -75,9 +75,12 @@ class Waiting:
     def priority(self, sequence: Sequence) -> int:
         return 0 if sequence is self._promoted else sequence.priority
 
-    def rank(self, sequence: Sequence) -> tuple[int, int, int]:
+    def rank(self, sequence: Sequence, step: int) -> tuple[int, int, int, int]:
         """The smaller, the sooner."""
-        return self.priority(sequence), self.served(sequence), sequence.id
+        owner, priority = self._owners[sequence.salt], self.priority(sequence)
+        if not owner.running and step - sequence.since >= self.age:
+            return priority, 0, sequence.since, sequence.id
+        return priority, 1, owner.served[priority], sequence.id
 
     def arrive(self, sequence: Sequence, step: int) -> None:
         self._join(self._owners.setdefault(sequence.salt, _Owner()), self.priority(sequence))
@@ -114,23 +117,14 @@ class Waiting:
 
     def next(self, step: int) -> Sequence | None:
         """Whose turn it is."""
-        oldest = [(owner.waiting[0] or owner.waiting[1])[0] for owner in self._owners.values() if owner.waiting[0] or owner.waiting[1]]
-        if starved := [sequence for sequence in oldest if self.overdue(sequence, step)]:
-            first = min(starved, key=lambda sequence: (sequence.since, sequence.id))
-        elif oldest:
-            first = min(oldest, key=self.rank)
-        else:
-            return None
-        if self.policy == "fcfs":
+        oldest = [group[0] for owner in self._owners.values() if (group := owner.waiting[0] or owner.waiting[1])]
+        first = min(oldest, key=lambda sequence: self.rank(sequence, step), default=None)
+        if first is None or self.policy == "fcfs":
             return first
         group = self._owners[first.salt].waiting[self.priority(first)]
         if aged := next((sequence for sequence in group if step - sequence.since >= self.age), None):
             return aged
         return max(group[:LOOKED_AT], key=self._known)
-
-    def overdue(self, sequence: Sequence, step: int) -> bool:
-        """It is interactive and has waited too long, and its owner has nothing running."""
-        return not self.priority(sequence) and step - sequence.since >= self.age and not self.running(sequence)
 
     def due(self, busy: bool) -> bool:
         """Once a step: whether a background request may be promoted. busy: interactive ones are running."""
@@ -143,7 +137,7 @@ class Waiting:
         held_up = [sequence for sequence in begun + firsts if step - sequence.since >= self.age]
         if not held_up:
             return False
-        promoted = min(held_up, key=self.rank)
+        promoted = min(held_up, key=lambda sequence: (self.served(sequence), sequence.id))
         owner = self._owners[promoted.salt]
         self._join(owner, 0)
         if promoted.phase is Phase.WAITING:

@@ -105,12 +105,13 @@ def test_a_background_request_comes_to_an_end_however_often_it_is_preempted() ->
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_an_owner_does_not_starve_beside_endless_newcomers(policy: str) -> None:
+@pytest.mark.parametrize("priority", [0, 1])
+def test_an_owner_does_not_starve_beside_endless_newcomers(policy: str, priority: int) -> None:
     """Each of another owner, so each with a turn. Of its requests, one after the other comes to its turn."""
     server = Server(batch=2, policy=policy, age=AGE)
-    newcomers = Crowd(server, newcomers=True, prompt=8)
+    newcomers = Crowd(server, newcomers=True, prompt=8, priority=priority)
     server.steps(3 * REPLY, newcomers)
-    three = [server.ask(prompt=8, reply=3 * REPLY) for _ in range(3)]
+    three = [server.ask(prompt=8, reply=3 * REPLY, priority=priority) for _ in range(3)]
     server.step(*three)
     for at, asked in enumerate(three):
         within = turn(2) if at == 0 else 3 * REPLY + turn(2)  # the owner has aged when it has nothing running

@@ -188,10 +188,11 @@ def test_an_owner_is_known_as_long_as_it_waits_or_runs() -> None:
 # Ageing
 
 
-def test_an_owner_with_nothing_running_is_next_after_a_time() -> None:
-    """Whatever it was served; of two, the one that has waited for longer."""
-    served, patient = one(0, b"served"), one(5, b"patient")
-    waiting = queue(served, one(3), one(4))
+@pytest.mark.parametrize("priority", [0, 1])
+def test_an_owner_with_nothing_running_is_next_after_a_time(priority: int) -> None:
+    """Whatever it was served; of two, the one that has waited for longer. Among requests of one priority, that is."""
+    served, patient = one(0, b"served", priority), one(5, b"patient", priority)
+    waiting = queue(served, one(3, priority=priority), one(4, priority=priority))
     start(waiting, served)
     waiting.serve(served, 1000, 1)
     preempt(waiting, served)
@@ -201,6 +202,8 @@ def test_an_owner_with_nothing_running_is_next_after_a_time() -> None:
     assert [asked.id for asked in (waiting.next(step) for step in (10, 11, 12)) if asked] == [4, 0, 0]
     start(waiting, served)
     assert [asked.id for asked in (waiting.next(step) for step in (11, 12)) if asked] == [4, 5]
+    waiting.arrive(one(6), 12)
+    assert [asked.id for asked in [waiting.next(12)] if asked] == [6 if priority else 5]
 
 
 def test_the_longest_known_prefix_is_next_but_for_who_has_waited_long() -> None:
@@ -293,7 +296,7 @@ def test_a_prompt_that_has_begun_is_promoted_if_it_gets_nothing() -> None:
         waiting.serve(fed, 1, step)
         assert (waiting.due(busy=True) and waiting.promote([fed, begun], step)) == (step == AGE)
     assert (waiting.priority(begun), waiting.priority(fed)) == (0, 1)
-    assert waiting.rank(begun) < waiting.rank(other)
+    assert waiting.rank(begun, AGE) < waiting.rank(other, AGE)
 
 
 def test_what_a_preempted_background_request_gets_does_not_put_its_promotion_off() -> None:
