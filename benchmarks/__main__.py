@@ -10,6 +10,7 @@ float32. A server that fails loses its own figures only. benchmarks/peers.md say
   make bench ARGS="--peer llama.cpp=http://127.0.0.1:8080"        against a server that runs
   make bench ARGS="--peer-command 'llama.cpp=llama-server -m model.gguf --port {port}'"
   make bench ARGS="claims"                                        the well-known claims, on Hocket's own engine
+  make bench ARGS="simulate --help"                               thousands of conversations, replayed by a clock of its own
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import uvloop
 
 from app.server import engine_options
 from app.settings import Settings, SettingsError, load
-from benchmarks import claims, fidelity, machine, servers
+from benchmarks import claims, fidelity, machine, servers, simulate
 from benchmarks.load import Load, LoadError, Result, Turn, run
 from benchmarks.servers import Contender
 from benchmarks.table import table
@@ -46,6 +47,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["claims"]:
             claims.main(sys.argv[2:])
+        elif sys.argv[1:2] == ["simulate"]:
+            simulate.main(sys.argv[2:])
         else:
             bench(_arguments())
     except SettingsError as fault:

@@ -202,8 +202,8 @@ class Sequence:
     cached: int = 0  # prompt tokens found in the prefix cache when it first started
     preemptions: int = 0
     crowded_out: int = 0  # those of them for want of blocks
-    priority: int = 0  # 0: interactive; 1: background
-    since: int = 0  # the step in which it began to wait
+    priority: int = 0  # 0: interactive; 1: background, until it is promoted (`waiting.py`)
+    since: int = 0  # the step in which it came, or last had a turn
     shared: int = 0  # leading blocks of a prefix that all owners share
     pending: list[tuple[CacheNode, int]] = field(default_factory=list)  # nodes to come from the tier, and how many tokens of each
     phase: Phase = Phase.WAITING

@@ -148,11 +148,11 @@ class FileStore:
     def read(self, slot: int, node: CacheNode, block: memoryview) -> bool:
         try:
             found = self._record(slot, os.pread(self._file, self._record_bytes, slot * self._record_bytes))
-            got = os.preadv(self._file, [block], self._blocks_at + slot * self._stride)
+            os.preadv(self._file, [block], self._blocks_at + slot * self._stride)
         except OSError as fault:
             log.warning("a block could not be read from %s: %s", self.where, fault.strerror)
             return False
-        if found is None or found[0].id != node.id or found[0].tokens != node.tokens or got != len(block) or zlib.crc32(block) != found[1]:
+        if found is None or (found[0].id, found[0].tokens) != (node.id, node.tokens) or zlib.crc32(block) != found[1]:
             log.warning("a damaged block in %s is computed anew", self.where)
             return False
         return True

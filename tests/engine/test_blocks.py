@@ -10,8 +10,8 @@ SIZE = 2
 LONG = [1, 2, 3, 4, 5, 6]
 
 
-def pool_of(blocks: int, slots: int = 0, shared: list[int] | None = None) -> BlockPool:
-    return BlockPool(blocks, SIZE, PrefixCache(SIZE, [shared] if shared else []), Tier(slots) if slots else None)
+def pool_of(blocks: int, slots: int = 0, shared: list[int] | None = None, size: int = SIZE) -> BlockPool:
+    return BlockPool(blocks, size, PrefixCache(size, [shared] if shared else []), Tier(slots) if slots else None)
 
 
 def ran(pool: BlockPool, tokens: list[int], salt: bytes = b"a", found: list[CacheNode] | None = None) -> Sequence:
@@ -120,13 +120,12 @@ def test_a_partly_filled_last_block_is_kept() -> None:
 
 def test_a_last_block_gives_way_to_one_that_has_its_tokens_too() -> None:
     """And is not kept beside one."""
-    pool = pool_of(8)
-    end(pool, ran(pool, [1]))
-    end(pool, ran(pool, [1, 2]))
-    assert len(pool._free) == 7
-    end(pool, ran(pool, [1]))
-    assert len(pool._free) == 7
-    assert known(pool, [1, 2]) == 2
+    pool = pool_of(8, size=4)
+    for tokens in ([1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2]):
+        end(pool, ran(pool, tokens))
+        pool.check([])
+        assert len(pool._free) == 7
+    assert pool.cache.match(b"a", [1, 2, 3, 4]).tokens(4) == 4
 
 
 def test_who_shares_a_block_takes_none_that_is_available() -> None:
@@ -245,6 +244,33 @@ def test_what_the_pool_holds_loses_only_its_slot() -> None:
     pool.take_moves()
     push_out(pool)
     assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [node]
+
+
+def test_what_was_used_last_keeps_its_slot() -> None:
+    """Used in the pool, or out of the tier; and what loses its slot while it is idle is kept again when it is given up."""
+    for use in (lambda pool, node: pool.release(pool.share([node])), lambda pool, node: pool.load(node, pool.allocate(), whole=False)):
+        pool = pool_of(4, slots=2)
+        end(pool, ran(pool, [1, 2]), ran(pool, [3, 4]))
+        pool.write_behind(2)
+        (old,), (young,) = chain(pool, [1, 2]), chain(pool, [3, 4])
+        use(pool, old)
+        other = ran(pool, [5, 6])
+        pool.release(other.table)
+        filled = [pool.allocate() for _ in range(pool.available)]
+        assert (old.slot >= 0, young.slot >= 0, other.chain[0].slot >= 0) == (True, False, True)
+        assert known(pool, [3, 4]) == 0
+        del filled
+    pool = pool_of(3, slots=1)
+    end(pool, ran(pool, [1, 2]), ran(pool, [3, 4]))
+    (old,), (young,) = chain(pool, [1, 2]), chain(pool, [3, 4])
+    pool.write_behind(1)
+    pool.release(pool.share([old]))
+    pool.allocate(), pool.allocate()
+    pool.take_moves()
+    assert (old.slot, young.slot) == (-1, 0)
+    assert known(pool, [1, 2]) == 2
+    pool.allocate()
+    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [old]
 
 
 def test_when_nothing_runs_the_tier_gets_what_is_given_up_first() -> None:
@@ -374,16 +400,20 @@ def test_what_another_runs_on_too_is_not_forgotten_before_both_say_so() -> None:
     assert list(pool.cache.nodes()) == []
 
 
-def test_who_branches_off_keeps_its_own_blocks() -> None:
-    """A sequence that found nothing but the beginning of another's running block leaves that alone."""
+def test_a_last_block_that_was_copied_from_is_forgotten() -> None:
+    pool = pool_of(8)
+    end(pool, ran(pool, [7]))
+    pool.distrust(sequence(1, [7, 8]))
+    assert list(pool.cache.nodes()) == []
+    assert len(pool._free) == 8
+
+
+def test_who_copied_from_a_running_sequences_block_leaves_that_alone() -> None:
     pool = pool_of(8)
     other = ran(pool, [1, 2])
-    broken = ran(pool, [1, 3])
-    pool.distrust(broken)
-    pool.release(broken.table)
+    pool.distrust(sequence(1, [1, 3]))
     pool.check([other.table])
     assert known(pool, [1, 2]) == 2
-    assert known(pool, [1, 3]) == 1
 
 
 def test_a_shared_prefix_is_forgotten_too_and_so_is_what_an_owner_has_after_it() -> None:

@@ -81,6 +81,19 @@ def test_what_a_file_holds_is_told(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_slot_is_read_only_as_what_it_was_written_as(tmp_path: Path) -> None:
+    """E2: neither a name nor the tokens alone make a hit."""
+    store = file_store(tmp_path)
+    node = fill(store)[2]
+    right = node.id, node.tokens
+    for wrong in ((right[0] + 1, right[1]), (right[0], (*right[1][:-1], 9)), (right[0], right[1][:-1])):
+        node.id, node.tokens = wrong
+        assert read(store, node) is None
+    node.id, node.tokens = right
+    assert read(store, node) == PATTERNS[2]
+    store.close()
+
+
 def test_what_was_forgotten_before_it_was_written_is_not_kept(tmp_path: Path) -> None:
     """A tier of one slot: saved, and given up for another in the same step."""
     store = file_store(tmp_path)

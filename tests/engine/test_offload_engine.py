@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -266,8 +267,8 @@ def test_a_file_that_is_emptied_under_a_running_server_costs_only_time(
     "change",
     [
         {"kv_dtype": "int8"},
-        {"kv_dtype": "float32"},
         {"exact": True},
+        {"exact": True, "kv_dtype": "bfloat16"},
         {"block_size": 32},
         {"weights": "int8"},
         {"kernels": "reference"},
@@ -297,8 +298,11 @@ def test_kv_of_another_arithmetic_is_never_read(
     kill(engine)
 
 
-def test_kernels_name_themselves(cold: Engine) -> None:
-    assert build.sources_digest() in cold.runner.decoder.identity
+def test_kernels_name_themselves(quantised: Checkpoint, new_engine: NewEngine) -> None:
+    options = [{"kv_dtype": kind, "exact": exact} for kind in ("float32", "bfloat16", "int8") for exact in (False, True)]
+    identities = {new_engine(quantised, **each).runner.decoder.identity for each in options}
+    assert len(identities) == len(options)
+    assert all(build.sources_digest() in identity for identity in identities)
 
 
 def test_two_servers_on_one_folder(quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path) -> None:
@@ -334,7 +338,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         nonlocal left
         left -= len(data)
         if left < 0:
-            raise OSError(28, os.strerror(28))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(file, data, at)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
@@ -360,3 +364,25 @@ def test_a_full_disk_only_loses_blocks(
         engine.scheduler.pool.check([])
     assert [record.levelno for record in caplog.records if "cannot be kept" in record.message] == [logging.WARNING]
     engine.close()
+
+
+def test_what_a_full_disk_refused_is_kept_once_there_is_room(
+    quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"swap_space": gib(100), "offload_dir": tmp_path}
+    engine = new_engine(quantised, **options)
+    run(engine, {0: [first()]})
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", refuse)
+        assert not engine.rest()
+    save_all(engine)
+    kill(engine)
+    engine = new_engine(quantised, **options)
+    turn = second(engine)
+    run(engine, {0: [turn]})
+    assert turn.cached == RUN
+    kill(engine)

@@ -198,9 +198,8 @@ def test_a_longer_last_block_makes_a_shorter_one_superfluous() -> None:
     cache = PrefixCache(SIZE)
     (full,) = chain(cache, [1, 2])
     full.id = 1
-    short, longer = (Record(slot, id, 0, full.root.salt, tokens) for slot, id, tokens in ((0, 1, (1,)), (1, 2, (1, 2))))
-    for records in ([short, longer], [longer, short]):
-        tier, found = reopened(records)
+    for ids in ((1, 2), (2, 1)):  # whichever was kept first
+        tier, found = reopened(Record(slot, ids[slot], 0, full.root.salt, tokens) for slot, tokens in enumerate([(1,), (1, 2)]))
         assert [node.tokens for node in found.nodes()] == [(1, 2)]
         assert known(found, [1, 2]) == 2
         assert given_up(tier) == [(1, 2)]
