@@ -66,3 +66,21 @@ class StepCost:
     def of_row(self) -> float:
         """What a prompt's row adds to a step that has many."""
         return max(1e-6, (self.of_rows(129) - self.of_rows(1)) / 128)
+
+
+class Drift:
+    """How far steps are off their prediction lately: a machine is not always as quick as when it was measured.
+
+    Follows the median of the ratios, by a fixed small step up or down: one slow step among many says nothing.
+    """
+
+    STEP = 1.02
+    MOST = 16.0
+
+    def __init__(self) -> None:
+        self.ratio = 1.0  # of what steps take to what was predicted
+
+    def observe(self, predicted: float, took: float) -> None:
+        """A step's milliseconds."""
+        change = self.STEP if took > predicted * self.ratio else 1 / self.STEP
+        self.ratio = min(self.MOST, max(1 / self.MOST, self.ratio * change))

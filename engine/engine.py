@@ -18,7 +18,7 @@ from typing import cast
 from engine import calibrate
 from engine.blocks import BlockPool
 from engine.chat_template import ChatTemplate
-from engine.core import Delta, EngineOptions, FinishReason, Message, Save, Sequence, StepPlan, StepResult
+from engine.core import Delta, EngineOptions, FinishReason, Load, Message, Save, Sequence, StepPlan, StepResult
 from engine.cost import StepCost
 from engine.decoder import Decoder, load_decoder
 from engine.detokenizer import TextStream
@@ -104,6 +104,7 @@ class Engine:
         for sequence in arrivals:
             self._texts[sequence.id] = TextStream(self.tokenizer, sequence.sampling.stop)
         aborts = [sequence for sequence in dict.fromkeys(aborts) if sequence.id in self._texts]  # some may have ended meanwhile
+        began = time.perf_counter()
         plan = self.scheduler.plan(arrivals, aborts)
         deltas = [(sequence.id, self._last(sequence, FinishReason.CANCELLED)) for sequence in aborts]
         if failed := self.runner.move(plan.moves):
@@ -111,7 +112,15 @@ class Engine:
         if plan.chunks:
             self.steps.append(_record(next(self._count), plan))
             deltas += self._run(plan)
+            self._watch(plan, 1e3 * (time.perf_counter() - began))
         return deltas
+
+    def _watch(self, plan: StepPlan, milliseconds: float) -> None:
+        """Only steps that read a prompt are bounded by what they are to take, so only they are held against it."""
+        cost = self.scheduler.cost
+        if cost and plan.tokens > len(plan.chunks):
+            loads = sum(isinstance(move, Load) for move in plan.moves)
+            self.scheduler.drift.observe(cost.of_step(plan.chunks) + loads * cost.load, milliseconds)
 
     def rest(self) -> bool:
         """While there is nothing to run: let the tier have some of what only the pool holds. Returns whether there is more of it."""
@@ -138,9 +147,10 @@ class Engine:
             log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
             return [(chunk.sequence.id, self._fail(chunk.sequence, type(fault).__name__)) for chunk in plan.chunks]
         plan, result, broken = _parted(plan, result)
+        deltas: Deltas = []
         for sequence in broken:
             self.scheduler.pool.distrust(sequence)
-        deltas = [(sequence.id, self._fail(sequence, "the model gave numbers that are none")) for sequence in broken]
+            deltas.append((sequence.id, self._fail(sequence, "the model gave numbers that are none")))
         return deltas + [(sampled.sequence.id, self._delta(sampled)) for sampled in self.scheduler.advance(plan, result)]
 
     def _delta(self, sampled: Sampled) -> Delta:

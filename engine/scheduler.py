@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from engine.blocks import BlockPool
 from engine.core import Chunk, FinishReason, Load, Move, Phase, Save, Sequence, StepPlan, StepResult
-from engine.cost import StepCost
+from engine.cost import Drift, StepCost
 from engine.prefix_cache import Match
 from engine.waiting import AGE, Waiting
 
@@ -92,6 +92,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.cost = cost
+        self.drift = Drift()  # whoever times steps tells it
         self.waiting = Waiting(limits.policy, self._known, limits.age)
         self.running: list[Sequence] = []  # interactive before background, then the oldest first
         self.step = 0  # counts plans
@@ -194,9 +195,9 @@ class Scheduler:
         """A sequence that is alone keeps nobody waiting who is there already, so its steps may be longer."""
         alone = len(self.running) + len(self.waiting) == 1
         tokens = max(self.limits.max_step_tokens, self.limits.lone_step_tokens if alone else 0) - len(decodes)
-        milliseconds = LONGEST_MS if self.cost else math.inf
+        milliseconds = LONGEST_MS / self.drift.ratio if self.cost else math.inf
         if self.limits.max_step_ms and self.cost and decodes:
-            milliseconds = max(0.1, self.limits.max_step_ms - self.cost.of_step(decodes))
+            milliseconds = max(0.1, self.limits.max_step_ms / self.drift.ratio - self.cost.of_step(decodes))
         return _Room(tokens, milliseconds, len(decodes), self.cost)
 
     def _prefills(self, room: _Room) -> list[Chunk]:

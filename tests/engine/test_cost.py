@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core import Chunk
-from engine.cost import StepCost
+from engine.cost import Drift, StepCost
 from tests.engine.fakes import sequence
 
 milliseconds = st.floats(0, 100, allow_subnormal=False)
@@ -105,3 +105,21 @@ def test_a_load_is_at_least_one_row_also_where_rows_take_nothing(cost: StepCost)
     assert rows >= 1
     assert math.isfinite(rows)
     assert cost.of_row() > 0
+
+
+def test_drift_follows_the_median_of_what_steps_take() -> None:
+    drift = Drift()
+    for number in range(400):
+        drift.observe(10, 1000 if number % 10 == 0 else 25)
+    assert drift.ratio == pytest.approx(2.5, rel=0.15), "one slow step in ten moves it little"
+    for _ in range(400):
+        drift.observe(10, 10)
+    assert drift.ratio == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize(("took", "bound"), [(1e9, Drift.MOST), (0.0, 1 / Drift.MOST)])
+def test_drift_has_bounds(took: float, bound: float) -> None:
+    drift = Drift()
+    for _ in range(2000):
+        drift.observe(1, took)
+    assert drift.ratio == pytest.approx(bound)

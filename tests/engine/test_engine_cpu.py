@@ -215,7 +215,7 @@ def test_a_reply_whose_logits_are_no_numbers_ends_alone(
 
 
 @pytest.mark.parametrize("at", [0, 3, -1])
-def test_kv_that_is_no_number_fails_one_request_and_not_the_next(
+def test_kv_that_is_no_number_fails_who_runs_on_it_and_not_the_next(
     quantised: Checkpoint, new_engine: NewEngine, alone: list[int], at: int
 ) -> None:
     """E13: whatever spoilt it, a conversation's blocks are not kept once they gave no numbers; another's are."""
@@ -227,11 +227,11 @@ def test_kv_that_is_no_number_fails_one_request_and_not_the_next(
     assert spoilt
     engine.runner.decoder.load_block(spoilt.block, np.full(engine.runner.decoder.block_bytes, 0xFF, np.uint8))
     turn = [*PROMPT, *alone, 5]
-    deltas = run(engine, {0: [ask(2, turn, 4, b"mine", **SAMPLED)]})[2]
-    assert [delta.finish for delta in deltas] == [FinishReason.ERROR]
+    replies = run(engine, {0: [ask(id, [*turn, id], 4, b"mine", **SAMPLED) for id in (5, 6)]})  # at the same time
+    assert [delta.finish for id in (5, 6) for delta in replies[id]] == [FinishReason.ERROR] * 2
     assert engine.scheduler.pool.owned == 0
     wanted = reply(cold, ask(3, turn, 4, **SAMPLED))
-    healed, other = ask(3, turn, 4, b"mine", **SAMPLED), ask(4, turn, 4, b"theirs", **SAMPLED)
+    healed, other = ask(3, turn, 4, b"mine", **SAMPLED), ask(3, turn, 4, b"theirs", **SAMPLED)
     assert reply(engine, healed) == reply(engine, other) == wanted
     assert (healed.cached, other.cached) == (0, len(turn) - 2)
 

@@ -61,6 +61,12 @@ def test_a_prompt_that_fits_the_time_of_a_step_is_not_parted() -> None:
     ]
 
 
+def test_a_machine_that_is_slower_than_it_was_reads_fewer_rows() -> None:
+    scheduler, runner = beside_a_decode(60)
+    scheduler.drift.ratio = 2.0
+    assert plans(scheduler, runner, 1, [sequence(1, [3] * 100, 20)]) == [[(0, 1), (1, 29)]]
+
+
 def test_both_budgets_count() -> None:
     """Of tokens there are fewer here."""
     scheduler, runner = beside_a_decode(budget=40, most=60)
