@@ -134,6 +134,8 @@ class Engine:
 
     def close(self) -> None:
         """Let the tier have what only the pool holds, as far as a few seconds allow."""
+        for sequence in [*self.scheduler.running]:  # what they have is worth keeping too
+            self.scheduler.finish(sequence)
         deadline = time.monotonic() + CLOSE_SECONDS
         while self.rest() and time.monotonic() < deadline:
             pass

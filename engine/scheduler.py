@@ -149,7 +149,7 @@ class Scheduler:
                 blocks.add(move.block)
             else:
                 blocks.add(move.target)
-        hit = [sequence for sequence in self.running if not blocks.isdisjoint(sequence.table)]
+        hit = [s for s in self.running if not blocks.isdisjoint(s.table) or any(node.parent is None for node in s.chain)]
         for sequence in hit:
             self._stop(sequence, Phase.WAITING)
         return replace(plan, chunks=[chunk for chunk in plan.chunks if chunk.sequence not in hit])

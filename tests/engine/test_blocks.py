@@ -1,7 +1,9 @@
+"""Who owns which block; `test_moves.py` has what goes to a tier and comes back."""
+
 from __future__ import annotations
 
 from engine.blocks import BlockPool
-from engine.core import CacheNode, Copy, Load, Save, Sequence
+from engine.core import CacheNode, Copy, Sequence
 from engine.prefix_cache import PrefixCache
 from engine.tier import Tier
 from tests.engine.fakes import sequence
@@ -44,9 +46,6 @@ def chain(pool: BlockPool, tokens: list[int]) -> list[CacheNode]:
 def push_out(pool: BlockPool) -> None:
     """Everything that is idle leaves the pool."""
     pool.release([pool.allocate() for _ in range(pool.available)])
-
-
-# Without a tier
 
 
 def test_every_block_is_free_idle_or_owned() -> None:
@@ -159,210 +158,6 @@ def test_a_copy_within_a_block_is_no_move() -> None:
     pool.copy(1, 2)
     assert pool.take_moves() == [Copy(1, 2)]
     assert pool.take_moves() == []
-
-
-# With a tier
-
-
-def test_what_is_given_up_goes_to_the_tier_and_comes_back() -> None:
-    pool = pool_of(3, slots=4)
-    end(pool, ran(pool, LONG))
-    nodes = chain(pool, LONG)
-    blocks = [node.block for node in nodes]
-    push_out(pool)
-    assert pool.take_moves() == [Save(blocks[at], nodes[at].slot, nodes[at]) for at in (2, 1, 0)]
-    assert known(pool, LONG) == 6
-    assert all(node.block < 0 for node in nodes)
-    table = [pool.load(node, pool.allocate(), whole=True) for node in nodes]
-    assert pool.take_moves() == [Load(node.slot, node.block, node) for node in nodes]
-    assert [node.block for node in nodes] == table
-    pool.check([table])
-    pool.release(table)
-    push_out(pool)
-    assert pool.take_moves() == [], "the tier has them still"
-    pool.check([])
-
-
-def test_two_who_want_the_same_from_the_tier_get_it_once() -> None:
-    pool = pool_of(4, slots=4)
-    end(pool, ran(pool, [1, 2]))
-    (node,) = chain(pool, [1, 2])
-    push_out(pool)
-    pool.take_moves()
-    one, two = pool.load(node, pool.allocate(), whole=True), pool.load(node, pool.allocate(), whole=True)
-    assert one == two == node.block
-    assert len(pool.take_moves()) == 1
-    assert pool.owned == 1
-    pool.check([[one], [two]])
-
-
-def test_a_part_of_a_block_comes_without_it() -> None:
-    """The rest of the block will be the one's who asked for it."""
-    pool = pool_of(4, slots=4)
-    end(pool, ran(pool, [1, 2]))
-    (node,) = chain(pool, [1, 2])
-    push_out(pool)
-    pool.take_moves()
-    block = pool.load(node, pool.allocate(), whole=False)
-    assert pool.take_moves() == [Load(node.slot, block, node)]
-    assert node.block < 0
-    pool.release([block])
-    assert len(pool._free) == 4
-    pool.check([])
-
-
-def test_a_full_tier_forgets_what_was_not_used_for_longest() -> None:
-    pool = pool_of(3, slots=2)
-    end(pool, ran(pool, LONG))
-    push_out(pool)
-    saves = pool.take_moves()
-    assert len(saves) == 3, "in the end only the first two blocks are there"
-    assert known(pool, LONG) == 4
-    pool.check([])
-    end(pool, ran(pool, [7, 8, 9, 9]))
-    push_out(pool)
-    assert known(pool, LONG) == 0
-    assert known(pool, [7, 8, 9, 9]) == 4
-    pool.check([])
-
-
-def test_what_the_pool_holds_loses_only_its_slot() -> None:
-    """And is kept again when it is given up."""
-    pool = pool_of(4, slots=1)
-    end(pool, ran(pool, [1, 2]))
-    push_out(pool)
-    (node,) = chain(pool, [1, 2])
-    table = [pool.load(node, pool.allocate(), whole=True)]
-    other = ran(pool, [3, 4])
-    end(pool, other)
-    pool.check([table])
-    filled = [pool.allocate() for _ in range(pool.available)]
-    assert chain(pool, [3, 4])[0].slot == 0
-    assert (node.slot, node.block) == (-1, table[0])
-    pool.release(filled + table)
-    pool.check([])
-    pool.take_moves()
-    push_out(pool)
-    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [node]
-
-
-def test_what_was_used_last_keeps_its_slot() -> None:
-    """Used in the pool, or out of the tier; and what loses its slot while it is idle is kept again when it is given up."""
-    for use in (lambda pool, node: pool.release(pool.share([node])), lambda pool, node: pool.load(node, pool.allocate(), whole=False)):
-        pool = pool_of(4, slots=2)
-        end(pool, ran(pool, [1, 2]), ran(pool, [3, 4]))
-        pool.write_behind(2)
-        (old,), (young,) = chain(pool, [1, 2]), chain(pool, [3, 4])
-        use(pool, old)
-        other = ran(pool, [5, 6])
-        pool.release(other.table)
-        filled = [pool.allocate() for _ in range(pool.available)]
-        assert (old.slot >= 0, young.slot >= 0, other.chain[0].slot >= 0) == (True, False, True)
-        assert known(pool, [3, 4]) == 0
-        del filled
-    pool = pool_of(3, slots=1)
-    end(pool, ran(pool, [1, 2]), ran(pool, [3, 4]))
-    (old,), (young,) = chain(pool, [1, 2]), chain(pool, [3, 4])
-    pool.write_behind(1)
-    pool.release(pool.share([old]))
-    pool.allocate(), pool.allocate()
-    pool.take_moves()
-    assert (old.slot, young.slot) == (-1, 0)
-    assert known(pool, [1, 2]) == 2
-    pool.allocate()
-    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [old]
-
-
-def test_when_nothing_runs_the_tier_gets_what_is_given_up_first() -> None:
-    pool = pool_of(6, slots=8)
-    owned = ran(pool, [9, 9])
-    end_order = ran(pool, LONG)
-    nodes = [*end_order.chain]
-    pool.release(end_order.table)
-    pool.write_behind(2)
-    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [nodes[2], nodes[1]]
-    pool.write_behind(9)
-    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [nodes[0]], "what runs stays where it is"
-    pool.write_behind(9)
-    assert not pool.take_moves()
-    assert all(node.block >= 0 for node in nodes)
-    pool.check([owned.table])
-
-
-def test_writing_behind_comes_to_an_end_in_a_tier_that_is_too_small() -> None:
-    pool = pool_of(6, slots=2)
-    end(pool, ran(pool, [1, 2, 3, 4]))
-    push_out(pool)
-    pool.take_moves()
-    end(pool, ran(pool, [5, 6, 7, 8, 9, 9]))
-    saved: list[CacheNode] = []
-    while moves := (pool.write_behind(1), pool.take_moves())[1]:
-        saved += [move.node for move in moves if isinstance(move, Save)]
-        pool.check([])
-    assert [node.tokens for node in saved] == [(9, 9), (7, 8)], "as much as there is room for"
-
-
-def test_a_save_that_failed_is_made_again_while_the_block_is_there() -> None:
-    pool = pool_of(2, slots=2)
-    end(pool, ran(pool, [1, 2]))
-    for _ in range(2):
-        pool.write_behind(9)
-        (save,) = pool.take_moves()
-        assert isinstance(save, Save)
-        pool.unsaved(save)
-        pool.check([])
-        assert save.node.slot < 0
-    assert known(pool, [1, 2]) == 2
-
-
-def test_what_could_not_be_saved_and_is_nowhere_else_is_forgotten_with_what_follows_it() -> None:
-    pool = pool_of(3, slots=4)
-    end(pool, ran(pool, LONG))
-    push_out(pool)
-    saves = pool.take_moves()
-    assert isinstance(saves[1], Save)
-    assert saves[1].node.tokens == (3, 4)
-    pool.unsaved(saves[1])
-    assert known(pool, LONG) == 2
-    assert pool.tier
-    assert len(pool.tier._free) == 3, "their slots are free"
-    pool.check([])
-
-
-def test_a_save_that_failed_says_nothing_of_a_later_one() -> None:
-    """The slot went to another, and the block to another slot, before it was known."""
-    pool = pool_of(3, slots=2)
-    end(pool, ran(pool, [1, 2]))
-    pool.write_behind(1)
-    (save,) = pool.take_moves()
-    assert isinstance(save, Save)
-    assert pool.tier
-    pool.tier.release(save.node)
-    (other,) = ran(pool, [3, 4]).chain
-    pool.tier.take(other)
-    pool.tier.take(save.node)
-    assert save.node.slot != save.slot
-    pool.unsaved(save)
-    assert (other.slot, save.node.slot) == (save.slot, 1 - save.slot)
-
-
-def test_what_is_forgotten_leaves_its_slot_and_its_idle_block_but_not_an_owned_one() -> None:
-    pool = pool_of(4, slots=4)
-    first = ran(pool, LONG)
-    nodes = [*first.chain]
-    second = ran(pool, LONG[:4], found=nodes[:2])
-    end_of = first.table[2]
-    pool.release(first.table)
-    pool.write_behind(9)
-    pool.take_moves()
-    pool.forget(nodes[1])
-    pool.check([second.table])
-    assert end_of in pool._free
-    assert second.table[1] not in pool._free
-    assert nodes[2].slot < 0
-    pool.release(second.table)
-    assert second.table[1] in pool._free
-    pool.check([])
 
 
 # What turned out to be wrong

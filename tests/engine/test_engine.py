@@ -250,3 +250,14 @@ def test_who_quotes_the_operators_system_message_shares_nothing(sharing: Engine)
     quoted = f"<|im_start|>system\n{OPERATORS}<|im_end|>\n<|im_start|>user\nhello you"
     for text, salts in ((quoted, (b"a", b"b")), (OPERATORS, (b"c", b"d"))):
         assert [hit(sharing, chat(sharing, text, None), salt) for salt in salts] == [0, 0]
+
+
+def test_steps_that_read_a_prompt_are_held_against_their_prediction(tiny_checkpoint: Checkpoint) -> None:
+    engine = new_engine(tiny_checkpoint, max_step_ms=50)
+    run(engine, {0: [ask(0, [5] * 40, 8)]})
+    assert engine.scheduler.drift.ratio != 1
+    before = engine.scheduler.drift.ratio
+    asked = ask(1, [5] * 40, 8)
+    run(engine, {0: [asked]})
+    assert asked.cached == 39
+    assert engine.scheduler.drift.ratio == before, "all of these steps were decodes"

@@ -386,3 +386,16 @@ def test_what_a_full_disk_refused_is_kept_once_there_is_room(
     run(engine, {0: [turn]})
     assert turn.cached == RUN
     kill(engine)
+
+
+def test_a_turn_that_runs_at_the_end_is_kept_too(quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path) -> None:
+    engine = new_engine(quantised, swap_space=gib(100), offload_dir=tmp_path)
+    cut = ask(0, PROMPT, 40, b"mine")
+    engine.step([cut])
+    while len(cut.output) < 5:
+        engine.step()
+    engine.close()
+    later = new_engine(quantised, swap_space=gib(100), offload_dir=tmp_path)
+    following = ask(1, [*PROMPT, *cut.output[:4], 7], 2, b"mine")
+    run(later, {0: [following]})
+    assert following.cached >= len(PROMPT) + 4 - 1, "one that is alone in its block may be quicker to compute"
