@@ -88,7 +88,7 @@ class Settings(BaseSettings):
         "fcfs", description="whom of one owner's waiting requests is next: the first that came, or the one of which most is cached"
     )
     max_step_ms: float = Field(
-        0,
+        100,
         ge=0,
         le=10_000,
         description="milliseconds that a step may take, by prediction, while replies are being written; 0: as long as it takes",

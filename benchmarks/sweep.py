@@ -41,7 +41,7 @@ KNOBS = (
     Knob("block-size", ("16", "32", "64", "128"), "16"),
     Knob("max-batch-size", ("2", "4", "8", "16", "32"), "32"),
     Knob("max-step-tokens", ("32", "64", "128", "256", "512"), "128"),
-    Knob("max-step-ms", ("0", "20", "40", "80"), "0"),
+    Knob("max-step-ms", ("20", "50", "100", "200", "0"), "100"),
     Knob("schedule-policy", ("fcfs", "lpm"), "fcfs", ("--max-batch-size", "4")),
     Knob("batch-window-ms", ("0", "5", "20", "100"), "0"),
 )

@@ -27,7 +27,7 @@ from engine.cost import Drift, StepCost
 from engine.prefix_cache import Match
 from engine.waiting import AGE, Waiting
 
-LEAST_ROWS = 16  # of a prompt in a step, whatever they take: it must come to an end
+LEAST_ROWS = 4  # of a prompt in a step, whatever they take: it must come to an end
 LONGEST_MS = 1000.0  # predicted, of a step that delays no decode: a newcomer and a cancel wait for its end
 
 
@@ -92,7 +92,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.cost = cost
-        self.drift = Drift()  # whoever times steps tells it
+        self.drift = Drift()  # of steps that read prompts; whoever times them tells it
         self.waiting = Waiting(limits.policy, self._known, limits.age)
         self.running: list[Sequence] = []  # interactive before background, then the oldest first
         self.step = 0  # counts plans

@@ -30,7 +30,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.store, settings.redis_url) == ("embedded", None)
     assert (settings.max_batch_size, settings.max_step_tokens, settings.max_total_tokens, settings.block_size) == (32, 128, 32768, 16)
     assert settings.lone_step_tokens == 512
-    assert (settings.schedule_policy, settings.max_step_ms, settings.batch_window_ms) == ("fcfs", 0, 0)
+    assert (settings.schedule_policy, settings.max_step_ms, settings.batch_window_ms) == ("fcfs", 100, 0)
     assert (settings.swap_gib, settings.offload_dir, settings.shared_prefixes) == (0, None, ())
     assert (settings.threads, settings.max_queue, settings.max_frame_bytes, settings.log_level) == (0, 256, 4 * 1024 * 1024, "info")
     assert settings.keys.owner({"headers": []}) == "local"

@@ -133,7 +133,8 @@ def watch(scheduler: Scheduler) -> None:
         decoding = {s.id for s in scheduler.running if s.length - s.computed == 1 and not s.pending}
         plan = planned(arrivals, aborts)
         assert decoding & {s.id for s in scheduler.running} <= {chunk.sequence.id for chunk in plan.chunks}, "a decode misses a step"
-        decodes = [chunk for chunk in plan.chunks if chunk.sequence.id in decoding]
+        # One that gave way and came back in the same step reads its prompt again.
+        decodes = [chunk for chunk in plan.chunks if chunk.sequence.id in decoding and len(chunk.tokens) == 1]
         if decodes and scheduler.cost:
             in_time(plan, decodes, scheduler.cost, scheduler.limits.max_step_ms)
         return plan
