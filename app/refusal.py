@@ -38,8 +38,9 @@ class Refusal:
 
     @property
     def _hint(self) -> float | None:
-        """Seconds after which to try again, where that can help."""
-        return (self.retry_after or RETRY_AFTER_SECONDS) if self.status in (429, 503) else None
+        """Seconds after which to try again, where that can help: a model that could not be loaded stays so."""
+        helps = self.status == 429 or (self.status == 503 and self.code != "model_failed")
+        return (self.retry_after or RETRY_AFTER_SECONDS) if helps else None
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

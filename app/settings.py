@@ -83,7 +83,13 @@ class Settings(BaseSettings):
     )
     max_total_tokens: int = Field(32768, ge=1, le=1 << 30, description="tokens the KV pool holds")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
-    max_queue: int = Field(256, ge=1, le=1 << 20, description="requests that may wait for a place in the batch")
+    max_queue: int = Field(
+        256,
+        ge=1,
+        le=1 << 20,
+        description="requests that may wait for a place in the batch; owners with less than their share may come in "
+        "until there are twice as many in all",
+    )
     schedule_policy: Literal["fcfs", "lpm"] = Field(
         "fcfs", description="whom of one owner's waiting requests is next: the first that came, or the one of which most is cached"
     )
@@ -95,7 +101,10 @@ class Settings(BaseSettings):
     )
     batch_window_ms: float = Field(0, ge=0, le=100, description="milliseconds that an idle engine waits for more requests to come")
     swap_space: float | None = Field(
-        None, ge=0, le=1 << 20, description="GiB for KV blocks that fall out of the pool (default: 4 with offload_dir, else 0)"
+        None,
+        ge=0,
+        le=1 << 20,
+        description="GiB for KV blocks that fall out of the pool; another size begins anew (default: 4 with offload_dir, else 0)",
     )
     offload_dir: Path | None = Field(
         None, description="folder where these are kept, one server's alone, in place of memory: they outlive a restart"
@@ -195,6 +204,8 @@ class Settings(BaseSettings):
             raise ValueError("expected either redis_url or store memory, got both")
         if self.api_key is not None and self.no_auth:
             raise ValueError("expected either api_key or no_auth, got both")
+        if self.offload_dir and self.offload_dir.exists() and not self.offload_dir.is_dir():
+            raise ValueError(f"expected a folder in offload_dir, got {self.offload_dir}, which is none")
         if self.offload_dir and not self.swap_gib:
             raise ValueError("expected swap_space above 0 with offload_dir, got 0")
         self._shared_prefixes = tuple(map(_text_of, self.shared_prefix))

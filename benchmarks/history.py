@@ -13,18 +13,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+
+import numpy as np
 
 from app.server import engine_options
 from app.settings import load
 from benchmarks.clients import ResponsesClient
 from benchmarks.load import Load, Turn
+from engine.calibrate import one_batch
 from engine.core import SamplingParams, Sequence
 from engine.engine import Engine
-from engine.kernels.batch import Batch
 from engine.weights.cache import quiet
 from tests.serving import Server
 
@@ -81,16 +82,15 @@ def main(flags: list[str]) -> None:
             lasts, seconds = asyncio.run(_conversations(server))
         finally:
             server.stop()
-    later = [last.ttft / second.ttft for last, second in zip(lasts, seconds, strict=True)]
-    print(Told(f"TTFT of turn {TURNS}, {lasts[0].prompt_tokens} tokens of prompt, against turn 2", later, TURN_LIMIT), flush=True)
+    later = [last.ttft / second.ttft for (last, _), second in zip(lasts, seconds, strict=True)]
+    print(Told(f"TTFT of turn {TURNS}, {lasts[0][0].prompt_tokens} tokens of prompt, against turn 2", later, TURN_LIMIT), flush=True)
     engine = Engine.load(options, quiet)
     inside, outside = [], []
-    for number, turn in enumerate(lasts):
-        assert turn.cached_tokens is not None
-        chunk, whole = _chunk(engine, number, turn.cached_tokens, turn.prompt_tokens - turn.cached_tokens)
+    for number, (turn, known) in enumerate(lasts):
+        chunk, whole = _chunk(engine, number, known, turn.prompt_tokens - known)
         inside.append(whole / chunk)
         outside.append(turn.ttft / chunk)
-    rows = lasts[0].prompt_tokens - (lasts[0].cached_tokens or 0)
+    rows = lasts[0][0].prompt_tokens - lasts[0][1]
     print(Told(f"  in the engine, against one step of its {rows} new tokens at that context", inside, CHUNK_LIMIT))
     print(Told("  as the client sees it, against the same", outside, CHUNK_LIMIT), flush=True)
     engine.close()
@@ -98,52 +98,45 @@ def main(flags: list[str]) -> None:
         print(told, flush=True)
 
 
-async def _conversations(server: Server) -> tuple[list[Turn], list[Turn]]:
-    """The last and the second turn of each."""
+async def _conversations(server: Server) -> tuple[list[tuple[Turn, int]], list[Turn]]:
+    """The last turn of each, with how many tokens had been run before it; and the second turn of each."""
     lasts, seconds = [], []
     for number in range(ROUNDS):
         conversation = Conversation(server, f"history/{number}")
         turns = [await conversation.ask(QUESTION, REPLY) for _ in range(TURNS - 1)]
         turns.append(await conversation.ask(QUESTION, 4))
-        lasts.append(turns[-1])
+        known = turns[-2].prompt_tokens + turns[-2].tokens - 1  # the last token of a reply that was cut is never run
+        assert turns[-1].cached_tokens == known, f"{turns[-1].cached_tokens} tokens came from the cache, of {known} that were run"
+        lasts.append((turns[-1], known))
         seconds.append(turns[1])
     return lasts, seconds
 
 
 def _chunk(engine: Engine, number: int, context: int, rows: int) -> tuple[float, float]:
-    """Seconds of the compiled step of `rows` rows after `context` tokens, and of the whole turn in the engine, which finds them."""
+    """Seconds of one step of `rows` rows after `context` tokens, and of a turn in the engine that has as many new tokens after as many
+    known ones."""
     chance, vocabulary = Random(number), engine.checkpoint.config.vocab_size
     history = [chance.randrange(vocabulary) for _ in range(context)]
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     salt, ids = b"history %d" % number, iter(range(100 * number, 100 * number + 100))
 
-    def run(prompt: list[int]) -> float:
+    def turn(prompt: list[int]) -> float:
         begin = time.perf_counter()
         engine.step([Sequence(next(ids), salt, prompt, sampling)])
         while not engine.idle:
             engine.step()
         return time.perf_counter() - begin
 
-    run(history)
-    spent = [0.0]
-    compiled = engine.runner.decoder.choose
-    engine.runner.decoder.choose = _timed(compiled, spent)  # type: ignore[method-assign]
-    try:
-        whole = [run([*history, *(chance.randrange(vocabulary) for _ in range(rows))]) for _ in range(3)]
-    finally:
-        engine.runner.decoder.choose = compiled  # type: ignore[method-assign]
-    return spent[0] / 3, statistics.mean(whole)
-
-
-def _timed(choose: Callable[[Batch, list[Sequence]], list[int]], spent: list[float]) -> Callable[[Batch, list[Sequence]], list[int]]:
-    def timed(batch: Batch, sequences: list[Sequence]) -> list[int]:
+    turn(history)
+    pool = engine.scheduler.pool
+    batch = one_batch([(rows, context + rows)], np.arange(pool.blocks, dtype=np.int64), pool.block_size)
+    steps, turns = [], []
+    for _ in range(3):
         begin = time.perf_counter()
-        try:
-            return choose(batch, sequences)
-        finally:
-            spent[0] += time.perf_counter() - begin
-
-    return timed
+        engine.runner.decoder.choose(batch, [Sequence(0, salt, [0], sampling)])
+        steps.append(time.perf_counter() - begin)
+        turns.append(turn([*history, *(chance.randrange(vocabulary) for _ in range(rows))]))
+    return statistics.median(steps), statistics.median(turns)
 
 
 def _reopened(flags: list[str]) -> list[Told]:

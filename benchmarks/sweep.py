@@ -38,12 +38,12 @@ class Knob:
 
 
 KNOBS = (
-    Knob("block-size", ("16", "32", "64", "128"), "16"),
-    Knob("max-batch-size", ("2", "4", "8", "16", "32"), "32"),
-    Knob("max-step-tokens", ("32", "64", "128", "256", "512"), "128"),
-    Knob("max-step-ms", ("20", "50", "100", "200", "0"), "100"),
+    Knob("block-size", ("16", "32", "64"), "16"),
+    Knob("max-batch-size", ("4", "8", "16", "32"), "32"),
+    Knob("max-step-tokens", ("32", "64", "128", "256"), "128"),
+    Knob("max-step-ms", ("20", "50", "100", "0"), "100"),
     Knob("schedule-policy", ("fcfs", "lpm"), "fcfs", ("--max-batch-size", "4")),
-    Knob("batch-window-ms", ("0", "5", "20", "100"), "0"),
+    Knob("batch-window-ms", ("0", "20", "100"), "0"),
 )
 
 
@@ -58,7 +58,7 @@ class Figures:
 Samples = dict[tuple[Knob, str], list[Figures]]
 
 
-async def play(server: Server, seed: str) -> Figures:
+async def play(server: Server, seed: str, conversations: int = CONVERSATIONS) -> Figures:
     """Conversations that begin within a second, think between turns, and are of unequal length. Raises: LoadError"""
     turns: list[Turn] = []
 
@@ -78,7 +78,7 @@ async def play(server: Server, seed: str) -> Figures:
 
     begin = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for number in range(CONVERSATIONS):
+        for number in range(conversations):
             group.create_task(converse(number))
     seconds = max(turn.ended for turn in turns) - begin
     ttfts = [turn.ttft for turn in turns]
@@ -94,7 +94,7 @@ def measure(knobs: list[Knob], rounds: int) -> Samples:
                 with tempfile.TemporaryDirectory() as folder:
                     server = Server(Path(folder) / "data", f"--{knob.flag}", value, *knob.beside).start()
                     try:
-                        asyncio.run(play(server, "warm"))
+                        asyncio.run(play(server, "warm", 2))
                         figures = asyncio.run(play(server, f"sweep/{number}"))
                     finally:
                         server.stop()

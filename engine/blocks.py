@@ -191,11 +191,13 @@ class BlockPool:
 
     def _evict(self, block: int) -> None:
         """Take an idle block from the cache; the tier gets it, if there is one."""
-        if block in self._unsaved and self.tier:
+        node = self._nodes[block]
+        if self.tier and node.slot >= 0:
+            self.tier.touch(node)  # so that there, too, it is given up after what follows it
+        elif self.tier:
             self._save(block)
-        del self._idle[block]
+        del self._idle[block], self._nodes[block]
         self._unsaved.pop(block, None)
-        node = self._nodes.pop(block)
         node.block = -1
         self._free.append(block)
         if node.slot < 0:

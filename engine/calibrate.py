@@ -28,7 +28,7 @@ def measure(decoder: Decoder, blocks: int, block_size: int, rows: int, context_l
 
     def step(spans: Iterable[tuple[int, int]]) -> float:
         """Of (rows, context) each."""
-        batch = _batch(list(spans), table, block_size)
+        batch = one_batch(list(spans), table, block_size)
         sequence = Sequence(0, b"", [0], SamplingParams(max_tokens=1, temperature=0))
         times = []
         for _ in range(_ROUNDS):
@@ -50,8 +50,8 @@ def measure(decoder: Decoder, blocks: int, block_size: int, rows: int, context_l
     return StepCost(tuple(zip(points, times, strict=True)), pair, read, load)
 
 
-def _batch(spans: list[tuple[int, int]], table: np.ndarray, block_size: int) -> Batch:
-    """Of which the last row is sampled: a batch may take no more."""
+def one_batch(spans: list[tuple[int, int]], table: np.ndarray, block_size: int) -> Batch:
+    """A step of (rows, context) each, all in the same blocks. The last row of all is sampled: a batch may take no more."""
     positions = np.concatenate([np.arange(context - rows, context) for rows, context in spans])
     firsts = np.cumsum([0, *(rows for rows, _ in spans)])
     return Batch(

@@ -64,8 +64,9 @@ class StepCost:
         return max(1, math.ceil(self.load / self.of_row())) if self.load else 1
 
     def of_row(self) -> float:
-        """What a prompt's row adds to a step that has many."""
-        return max(1e-6, (self.of_rows(129) - self.of_rows(1)) / 128)
+        """A prompt's row, in a step that has as many as were measured."""
+        rows, milliseconds = self.rows[-1]
+        return max(1e-6, milliseconds / rows)
 
 
 class Drift:

@@ -5,6 +5,8 @@ Owns the choice and nothing else. Importing this module imports neither torch no
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -50,6 +52,14 @@ class Decoder(Protocol):
         sequences: those of `batch.sample_rows`. A row whose logits are no numbers gets -1.
         """
         ...
+
+
+def sources_digest(root: Path = Path(__file__).parent) -> str:
+    """Of every source file that what a decoder computes depends on."""
+    digest = hashlib.sha256()
+    for source in sorted(path for part in ("kernels", "models", "weights") for path in (root / part).rglob("*.py")):
+        digest.update(str(source.relative_to(root)).encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def load_decoder(checkpoint: Checkpoint, options: EngineOptions, blocks: int, progress: Progress) -> Decoder:

@@ -20,7 +20,7 @@ from engine.blocks import BlockPool
 from engine.chat_template import ChatTemplate
 from engine.core import Delta, EngineOptions, FinishReason, Load, Message, Save, Sequence, StepPlan, StepResult
 from engine.cost import StepCost
-from engine.decoder import Decoder, load_decoder
+from engine.decoder import Decoder, load_decoder, sources_digest
 from engine.detokenizer import TextStream
 from engine.offload import Store, open_store
 from engine.prefix_cache import PrefixCache
@@ -58,7 +58,7 @@ class Engine:
         self.tokenizer = Tokenizer(checkpoint.tokenizer_path, checkpoint.eos_ids)
         self.template = ChatTemplate(checkpoint.template, self.tokenizer, **checkpoint.special_tokens)
         decoder = load_decoder(checkpoint, options, blocks_of(options), progress)
-        identity = f"{checkpoint.fingerprint} {options.weights} {decoder.identity}"
+        identity = f"{checkpoint.fingerprint} {options.weights} {decoder.identity} {sources_digest()}"
         store = open_store(options, identity, decoder.block_bytes)
         cost = _measured(decoder, store, options, config.context_length)
         if store and cost and cost.load_rows() >= options.block_size:
@@ -80,7 +80,10 @@ class Engine:
     def _shared(self, text: str) -> list[int]:
         """The tokens that every prompt begins with whose system message is `text`."""
         first, other = (self.template.prompt([Message("system", text), Message("user", word)]).ids for word in ("a", "0"))
-        return [id for id, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False))]
+        ids = [id for id, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False))]
+        if len(ids) < self.runner.block_size:
+            log.warning("a shared prefix of %d tokens is not shared: only whole blocks are, of %d tokens", len(ids), self.runner.block_size)
+        return ids
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Progress) -> Engine:

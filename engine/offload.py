@@ -34,7 +34,7 @@ _HEAD = struct.Struct("<4sIIQQ16sI")  # magic, checksum of what follows it, chec
 _MAGIC = b"hkv1"
 _ALIGNED = 4096  # bytes: slots begin where pages do
 _MEASURED = 16  # blocks
-_QUIET = 3600.0  # seconds between two warnings of a disk that takes no more: most blocks fail, some find room
+_QUIET = 3600.0  # seconds between two warnings of the same kind: what befalls one block soon befalls another
 _NOBODY = CacheNode(None, ())
 
 
@@ -62,10 +62,12 @@ class Store(Protocol):
 
 
 def open_store(options: EngineOptions, identity: str, block_bytes: int) -> Store | None:
-    """What the options ask for; None for nothing, or for less than a block. Raises: EngineError"""
+    """What the options ask for; None for nothing. Raises: EngineError"""
     slots = int(options.swap_space * 2**30) // block_bytes
-    if not slots:
+    if not options.swap_space:
         return None
+    if not slots:
+        raise EngineError(f"expected a swap_space of at least a block, {block_bytes / 2**30:.6f} GiB, got {options.swap_space}")
     if options.offload_dir is None:
         return MemoryStore(slots, block_bytes)
     return FileStore(options.offload_dir, identity, slots, block_bytes, options.block_size)
@@ -115,7 +117,7 @@ class FileStore:
         self._blocks_at = -(-slots * self._record_bytes // _ALIGNED) * _ALIGNED
         name = hashlib.sha256(f"{identity} {block_size} {block_bytes} {slots}".encode()).hexdigest()[:16]
         path = folder / f"kv-{name}.cache"
-        self._warned = -_QUIET
+        self._warned: dict[str, float] = {}  # when, by message
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = _open(path, self._blocks_at + slots * self._stride)
@@ -136,24 +138,24 @@ class FileStore:
             _write_all(self._file, block, self._blocks_at + slot * self._stride)
             _write_all(self._file, memoryview(record), slot * self._record_bytes)
         except OSError as fault:
-            self._warn(fault)
+            self._warn("blocks cannot be kept in %s: %s", fault.strerror)
             return False
         return True
 
-    def _warn(self, fault: OSError) -> None:
-        if time.monotonic() >= self._warned + _QUIET:
-            self._warned = time.monotonic()
-            log.warning("blocks cannot be kept in %s: %s", self.where, fault.strerror)
+    def _warn(self, message: str, *facts: object) -> None:
+        if time.monotonic() >= self._warned.get(message, -_QUIET) + _QUIET:
+            self._warned[message] = time.monotonic()
+            log.warning(message, self.where, *facts)
 
     def read(self, slot: int, node: CacheNode, block: memoryview) -> bool:
         try:
             found = self._record(slot, os.pread(self._file, self._record_bytes, slot * self._record_bytes))
             os.preadv(self._file, [block], self._blocks_at + slot * self._stride)
         except OSError as fault:
-            log.warning("a block could not be read from %s: %s", self.where, fault.strerror)
+            self._warn("a block could not be read from %s: %s", fault.strerror)
             return False
         if found is None or (found[0].id, found[0].tokens) != (node.id, node.tokens) or zlib.crc32(block) != found[1]:
-            log.warning("a damaged block in %s is computed anew", self.where)
+            self._warn("damaged blocks in %s are computed anew")
             return False
         return True
 
@@ -185,7 +187,7 @@ class FileStore:
 
                 return _milliseconds(read, _MEASURED)
         except OSError as fault:
-            self._warn(fault)
+            self._warn("blocks cannot be kept in %s: %s", fault.strerror)
             return 0.0  # what is there already may still be worth reading
 
     def close(self) -> None:

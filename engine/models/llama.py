@@ -107,7 +107,7 @@ class ReferenceDecoder:
         torch.set_num_threads(threads or torch.get_num_threads())
         self.model = Llama(checkpoint.config, checkpoint.tensors())
         self.cache = self.model.new_cache(blocks, block_size)
-        self.identity = "reference"
+        self.identity = f"reference torch {torch.__version__}"
         self.block_bytes = self.cache[:, :, 0].nbytes
 
     def copy_block(self, source: int, target: int) -> None:

@@ -153,6 +153,9 @@ def test_the_tier_has_a_size_of_its_own_when_it_has_a_folder(tmp_path: Path) -> 
     assert loaded("--offload-dir", str(tmp_path)).swap_gib == 4
     assert loaded("--offload-dir", str(tmp_path), "--swap-space", "0.5").swap_gib == 0.5
     assert loaded("--swap-space", "2").swap_gib == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="expected a folder in offload_dir"):
+        loaded("--offload-dir", str(tmp_path / "file"))
     with pytest.raises(SettingsError, match="expected swap_space above 0 with offload_dir"):
         loaded("--offload-dir", str(tmp_path), "--swap-space", "0")
 

@@ -81,8 +81,8 @@ async def test_gaps_are_taken_before_and_beside_the_long_prompt(server: Server, 
 
 @pytest.mark.slow
 async def test_a_sweep_s_load_is_played_to_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("CONVERSATIONS", 3), ("REPLY", 5), ("QUESTIONS", (20, 40))):
+    for name, value in (("REPLY", 5), ("QUESTIONS", (20, 40))):
         monkeypatch.setattr(sweep, name, value)
-    figures = await sweep.play(server, "small")
+    figures = await sweep.play(server, "small", 3)
     assert figures.throughput > 0
     assert 0 < figures.first <= figures.late

@@ -99,6 +99,12 @@ def test_a_block_that_comes_back_counts_as_the_rows_that_take_as_long() -> None:
     assert [StepCost(rows, 0, 0, load).load_rows() for load in (0, 0.1, 0.5, 0.6, 8)] == [1, 1, 1, 2, 16]
 
 
+def test_a_row_takes_time_also_where_only_one_number_of_rows_was_measured() -> None:
+    """Else nothing would be worth bringing back."""
+    assert StepCost(((1, 8.0),), 0, 0, 0.4).load_rows() == 1
+    assert StepCost(((1, 8.0), (4, 8.0)), 0, 0, 4.0).load_rows() == 2
+
+
 @given(costs())
 def test_a_load_is_at_least_one_row_also_where_rows_take_nothing(cost: StepCost) -> None:
     rows = cost.load_rows()

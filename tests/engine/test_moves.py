@@ -68,6 +68,21 @@ def test_a_full_tier_forgets_what_was_not_used_for_longest() -> None:
     pool.check([])
 
 
+def test_a_head_that_was_kept_early_is_still_given_up_after_its_tail() -> None:
+    """Or all that follows it would go with it."""
+    pool = pool_of(3, slots=2)
+    end(pool, ran(pool, [1, 2]))
+    pool.write_behind(1)
+    end(pool, ran(pool, [1, 2, 3, 4]))
+    push_out(pool)
+    assert known(pool, [1, 2, 3, 4]) == 4
+    end(pool, ran(pool, [7, 8]))
+    push_out(pool)
+    assert known(pool, [1, 2, 3, 4]) == 2
+    assert known(pool, [7, 8]) == 2
+    pool.check([])
+
+
 def test_what_the_pool_holds_loses_only_its_slot() -> None:
     """And is kept again when it is given up."""
     pool = pool_of(4, slots=1)
@@ -90,12 +105,16 @@ def test_what_the_pool_holds_loses_only_its_slot() -> None:
 
 def test_what_was_used_last_keeps_its_slot() -> None:
     """Used in the pool, or out of the tier; and what loses its slot while it is idle is kept again when it is given up."""
-    for use in (lambda pool, node: pool.release(pool.share([node])), lambda pool, node: pool.load(node, pool.allocate(), whole=False)):
+    for out in (False, True):
         pool = pool_of(4, slots=2)
         end(pool, ran(pool, [1, 2]), ran(pool, [3, 4]))
         pool.write_behind(2)
         (old,), (young,) = chain(pool, [1, 2]), chain(pool, [3, 4])
-        use(pool, old)
+        if out:
+            push_out(pool)
+            pool.release([pool.load(old, pool.allocate(), whole=False)])
+        else:
+            pool.release(pool.share([old]))
         other = ran(pool, [5, 6])
         pool.release(other.table)
         filled = [pool.allocate() for _ in range(pool.available)]

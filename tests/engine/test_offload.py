@@ -263,7 +263,8 @@ def test_the_options_say_where_and_how_much(tmp_path: Path) -> None:
 
     assert opened() is None
     assert opened(offload_dir=tmp_path / "a") is None
-    assert opened(swap_space=0.0005) is None, "not one block"
+    with pytest.raises(EngineError, match=r"expected a swap_space of at least a block, 0\.000977 GiB, got 0\.0005"):
+        opened(swap_space=0.0005)
     memory, file = opened(swap_space=0.0999), opened(swap_space=0.0999, offload_dir=tmp_path / "a")
     assert isinstance(memory, MemoryStore)
     assert isinstance(file, FileStore)

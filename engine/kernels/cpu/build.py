@@ -31,18 +31,13 @@ KEPT_SECONDS = 30 * 86400  # an unused folder of other sources, or of another CP
 _RUN = "run"  # the loop over stages, which is compiled too
 
 
-def sources_digest() -> str:
-    """Of the kernels' source files: what they compute is the same wherever it is."""
+def folder(cache_dir: Path) -> Path:
+    """Where the machine code of these sources for this CPU is kept."""
+
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def folder(cache_dir: Path) -> Path:
-    """Where the machine code of these sources for this CPU is kept."""
     facts = (
-        sources_digest(),
         Path(__file__).parent,  # Numba's own index goes by it
         numba.__version__,
         llvmlite.__version__,
@@ -54,7 +49,8 @@ def folder(cache_dir: Path) -> Path:
         MATRIX,
         F16C,
     )
-    return cache_dir / "kernels" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    digest.update(repr(facts).encode())
+    return cache_dir / "kernels" / digest.hexdigest()[:32]
 
 
 def prepare(cache_dir: Path, names: Iterable[str], progress: Progress) -> None:

@@ -243,6 +243,7 @@ def test_the_hint_follows_what_happens(hall: Hall) -> None:
         (Refusal(429, "too many", retry_after=0.5), ("1", "500"), 0.5),
         (Refusal(429, "too many"), ("2", "2000"), 2.0),
         (Refusal(503, "loading"), ("2", "2000"), 2.0),
+        (Refusal(503, "no such model", "model_failed"), (None, None), None),
         (Refusal(400, "wrong"), (None, None), None),
         (Refusal(500, "broken"), (None, None), None),
     ],

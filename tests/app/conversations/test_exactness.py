@@ -88,6 +88,7 @@ class Talk:
                 self.seen["branch"] += parent is not self.ended[-1]
             self.ended.append(await self.exchange(asked, parent, said))
             self.check(self.ended[-1])
+            self.check_cached(self.ended[-1])
 
     async def exchange(self, asked: Turn, parent: Exchange | None, said: list[tuple[Role, str]]) -> Exchange:
         run = await self.conversations.submit(asked)
@@ -116,19 +117,29 @@ class Talk:
             known = prompt_of(earlier.run)
             known = known + (earlier.run.reply.ids or []) if earlier.text else known[: -len(opening)]
             assert prompt[: len(known)] == known
-            self.check_cached(turn.run, earlier.run)
             self.seen["otherwise"] += earlier.text != "" and tokenizer.encode_plain(earlier.text) != earlier.run.reply.ids
 
-    def check_cached(self, run: Run, earlier: Run) -> None:
-        """Of what `earlier` ran, every token that `run` begins with came from the cache; but the last, which is always run."""
-        assert earlier.generation
-        sequence, prompt = earlier.generation.sequence, prompt_of(run)
-        ran = sequence.tokens(0, sequence.length - bool(sequence.output))  # the last token it chose was never run
-        common = next((at for at, (one, other) in enumerate(zip(ran, prompt, strict=False)) if one != other), min(len(ran), len(prompt)))
-        if sequence.output and run.generation and run.generation.sequence.output:  # neither was cancelled before its prompt was run
-            assert run.response.usage.cached_tokens >= min(common, len(prompt) - 1)
-            self.seen["inside a block"] += run.response.usage.cached_tokens % BLOCK != 0
-        assert run.response.usage.cached_tokens < len(prompt)
+    def check_cached(self, turn: Exchange) -> None:
+        """As many tokens came from the cache as the prompt has in common with what this talk has run, the last apart, which is always
+        run."""
+        prompt, sequence = prompt_of(turn.run), turn.run.generation.sequence  # type: ignore[union-attr]
+        if turn.parent is None or not sequence.output:  # others begin like this too; or it was cancelled before its prompt was run
+            return
+        least = most = 0
+        for earlier in self.ended[:-1]:
+            assert earlier.run.generation
+            before = earlier.run.generation.sequence
+            ran = before.tokens(0, before.length - bool(before.output))  # the last token it chose was never run
+            common = next(
+                (at for at, (one, other) in enumerate(zip(ran, prompt, strict=False)) if one != other), min(len(ran), len(prompt))
+            )
+            most = max(most, common)
+            if before.output:  # else it may have been cancelled before its prompt was run
+                least = max(least, common)
+        cached = turn.run.response.usage.cached_tokens
+        assert min(least, len(prompt) - 1) <= cached <= min(most, len(prompt) - 1)
+        self.seen["exactly"] += least == most
+        self.seen["inside a block"] += cached % BLOCK != 0
 
     def text(self) -> str:
         return "".join(self.random.choices(LETTERS, k=self.random.randrange(4)))
@@ -157,5 +168,5 @@ async def test_what_was_run_is_run_again_in_every_later_turn(hostile_batcher: Ba
     await asyncio.gather(*map(one, range(CONVERSATIONS)))
     await conversations.close()
     assert hostile_batcher.ready().context_length == CONTEXT, "else it would be the length that ended replies"
-    for kind in ("following", "whole", "branch", "completed", "cancelled", "max_output_tokens", "otherwise", "inside a block"):
+    for kind in ("following", "whole", "branch", "completed", "cancelled", "max_output_tokens", "otherwise", "exactly", "inside a block"):
         assert seen[kind] > 30, seen
