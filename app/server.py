@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -25,6 +25,8 @@ from app.api.health import Health
 from app.api.models import Models
 from app.api.responses.http import Responses
 from app.conversations.errors import ConversationError
+from app.conversations.segment_file import SegmentFile
+from app.conversations.segments import Segments
 from app.conversations.service import Conversations
 from app.refusal import Refusal
 from app.security import Guard
@@ -42,9 +44,9 @@ log = logging.getLogger(__name__)
 def create_app(settings: Settings) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with _opened_store(settings) as store:
+        async with _opened_store(settings) as store, _opened_segments(settings) as segments:
             batcher = Batcher(engine_options(settings))
-            conversations = Conversations(store, batcher, _salts(settings))
+            conversations = Conversations(store, batcher, _salts(settings), segments)
             cut = await conversations.recover()
             if cut:
                 log.info("%d replies were cut when the server last ended; they are kept, marked incomplete", cut)
@@ -82,6 +84,16 @@ async def _opened_store(settings: Settings) -> AsyncIterator[Store]:
         return
     async with EmbeddedServer(settings.data_dir) as server, _connected(server.url) as store:
         yield store
+
+
+@asynccontextmanager
+async def _opened_segments(settings: Settings) -> AsyncIterator[Segments]:
+    """They outlive the process where its KV does."""
+    if settings.offload_dir is None:
+        yield Segments()
+        return
+    with closing(SegmentFile(settings.offload_dir)) as file:
+        yield Segments(file=file)
 
 
 @asynccontextmanager

@@ -1,8 +1,10 @@
 """What replies were run as, for clients that send their whole chat with every request.
 
-Owns a memory, of this process alone and bounded in tokens, from a chat's text up to the end of a reply to the tokens that reply was
+Owns a memory, bounded in tokens, from a chat's text up to the end of a reply to the tokens that reply was
 generated as. An assistant message of such a client is looked up here, and what is found is run as it was, not tokenised again: about
 one sampled reply in three would encode differently. Knows no store and no engine, and rests on nothing a client says but the text.
+It is of this process alone, unless it is given a file: then what it adds is appended there before anyone sees the reply's end, and it
+begins with what the file holds, so that KV that outlives a restart is found by these clients too.
 
 The key is a hash of the owner and of the whole chat up to the reply, so the same words said elsewhere are another reply. There is no key
 of a reply's own text alone to fall back on: what it finds would depend on what other chats said meanwhile, so turn N + 1 could change
@@ -17,8 +19,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from app.store.records import Item
+
+if TYPE_CHECKING:
+    from app.conversations.segment_file import SegmentFile
 
 MOST_TOKENS = 1 << 21  # of four bytes
 ENTRY_TOKENS = 128  # what an entry without any takes up
@@ -60,11 +66,15 @@ class Chat:
 
 
 class Segments:
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, most_tokens: int = MOST_TOKENS, file: SegmentFile | None = None) -> None:
+        """With a `file`, it is read, and what is added is appended to it; it holds at most about twice `most_tokens`."""
         self._most = most_tokens
+        self._file = file
         self._tokens = 0  # kept
         # The least recently used first; of a chat, a reply before those it follows, so that what is left of it is a beginning.
         self._kept: OrderedDict[bytes, Segment] = OrderedDict()
+        if file:
+            self._load(file)
 
     def recall(self, owner: str, fingerprint: str, instructions: str | None, path: Sequence[Item], new: Sequence[Item]) -> Chat:
         """Give the replies among `new` the tokens they are known by, in place.
@@ -104,6 +114,21 @@ class Segments:
         _update(said, "assistant", reply.text)
         self._add(said.digest(), reply, after)
         self._touch(chat.keys.values())
+        self._forget()
+        if self._file and self._file.tokens > 2 * self._most:
+            self._file.rewrite(self._kept.items())
+
+    def _load(self, file: SegmentFile) -> None:
+        for key, segment in file.read():
+            if again := self._kept.pop(key, None):  # it was forgotten, then said again: the last is what was run since
+                self._tokens -= again.tokens
+            self._kept[key] = segment
+            self._tokens += segment.tokens
+            self._forget()
+        if file.tokens > 2 * self._tokens:
+            file.rewrite(self._kept.items())
+
+    def _forget(self) -> None:
         while self._tokens > self._most:
             _, dropped = self._kept.popitem(last=False)
             self._tokens -= dropped.tokens
@@ -112,6 +137,8 @@ class Segments:
         if key not in self._kept and reply.ids is not None:
             segment = self._kept[key] = Segment(array("I", reply.lead_ids), reply.lead_digest, array("I", reply.ids), after)
             self._tokens += segment.tokens
+            if self._file:
+                self._file.append(key, segment)
 
     def _touch(self, keys: Iterable[bytes]) -> None:
         for key in reversed(list(keys)):

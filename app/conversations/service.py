@@ -51,12 +51,12 @@ class Shelf:
 
 
 class Conversations:
-    def __init__(self, store: Store, batcher: Batcher, salt: Callable[[str], bytes]) -> None:
-        """`salt` gives the secret that roots an owner's prefix blocks."""
+    def __init__(self, store: Store, batcher: Batcher, salt: Callable[[str], bytes], segments: Segments | None = None) -> None:
+        """`salt` gives the secret that roots an owner's prefix blocks; `segments`, what is known of an earlier process's replies."""
         self._durable = Shelf(store)
         self._batcher = batcher
         self._salt = salt
-        self._segments = Segments()
+        self._segments = segments or Segments()
         self._runs: dict[str, Run] = {}  # from just before they are accepted until they have ended, by response id
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # listed conversations being written to
         self._closing = False
@@ -104,11 +104,11 @@ class Conversations:
         sampling = turn.sampling
         if not sampling.max_tokens:
             sampling = dataclasses.replace(sampling, max_tokens=ready.context_length)
-        session = self._batcher.session(self._salt(turn.owner))
-        session.admit(prompt.ids, sampling)
-
         drafted = draft(turn, place, items, prompt, ready.fingerprint)
         run = Run(drafted.response, drafted.reply)
+
+        session = self._batcher.session(self._salt(turn.owner))
+        session.admit(prompt.ids, sampling)
         self._runs[run.id] = run
         try:
             repeated = await shelf.store.accept(drafted.conversation, drafted.response, [*drafted.items, drafted.reply])

@@ -92,6 +92,38 @@ def test_a_conversation_is_reopened_from_the_file(new_server: Callable[..., Serv
     assert again["usage"]["input_tokens"] == second["usage"]["input_tokens"]
 
 
+def test_a_conversation_whose_client_keeps_it_is_reopened_too(new_server: Callable[..., Server], folder: Path) -> None:
+    """The whole chat is sent each time, and some of its replies encode otherwise than they were generated."""
+    server = new_server("--offload-dir", str(folder)).start()
+    messages: list[dict[str, str]] = []
+
+    def say(text: str, seed: int, **fields: Any) -> dict[str, Any]:
+        """The usage."""
+        messages.append({"role": "user", "content": text})
+        asked = {"model": server.model, "messages": messages, "temperature": 1.3, "seed": seed, "max_tokens": 40, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked | fields, timeout=60).raise_for_status().json()
+        messages.append(answer["choices"][0]["message"])
+        return dict(answer["usage"])
+
+    run = 0
+    for seed, text in enumerate(("Tell me a story of the sea.", "And then?", "Who was there?", "How did it end?")):
+        usage = say(text, seed)
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= run
+        run = usage["total_tokens"] - 1  # the last token was never run
+    wait_until_kept(folder, -(-run // BLOCK))
+    server.restart(kill=True)
+    usage = say("Tell me another.", 9)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == run
+    server.stop()
+    file = folder / "segments"
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.unlink()
+    server.start()
+    del messages[-2:]
+    usage = say("Tell me another.", 9)
+    assert usage["prompt_tokens_details"]["cached_tokens"] < run, "expected a reply that encodes otherwise, got none"
+
+
 def test_a_damaged_file_is_no_hindrance(new_server: Callable[..., Server], folder: Path) -> None:
     """Some of it wrong, and then all of it: the server starts, and its replies are right."""
     server = new_server("--offload-dir", str(folder)).start()
