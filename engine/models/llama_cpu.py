@@ -194,10 +194,11 @@ class CpuLlama:
             items[-1] = 0
         self._program[:, ITEMS] = items
         # Rows go by eights: neighbours in a block share cache lines. A share is a lane's, so its items go by whole chunks.
-        self._program[:, CHUNK] = np.where(
-            self._kinds == PER_ROW,
-            8,
-            np.where((self._kinds == PER_SHARE) & (shares > 1), self._chunks, np.maximum(1, items // (4 * self._threads))),
+        # One head of one block of attention can be half of all there is, so these go one by one.
+        self._program[:, CHUNK] = np.select(
+            [self._kinds == PER_ROW, self._kinds == PER_BLOCK, (self._kinds == PER_SHARE) & (shares > 1)],
+            [8, 1, self._chunks],
+            np.maximum(1, items // (4 * self._threads)),
         )
         self._team.run(self._program, step)
         del kept
@@ -226,7 +227,10 @@ class CpuLlama:
                     parts += tiles
                 else:
                     blocks.append((span.first + row, rows, address, 0, tiles, -1))
-        return np.array(blocks, np.int64), part_rows, kept
+        # A thread begins with its own lane, which is a stretch of the blocks: each has its share of the large ones, and these first.
+        blocks.sort(key=_work, reverse=True)
+        dealt = [block for lane in range(self._threads) for block in blocks[lane :: self._threads]]
+        return np.array(dealt, np.int64), part_rows, kept
 
     def _pages(self, table: Array) -> Array:
         pages = self.block_size // kv.PAGE
@@ -326,6 +330,11 @@ class CpuLlama:
             self._logits.ctypes.data, 4 * self._vocab_stride, config.vocab_size, program.buffer(self._threads * choosing), choosing
         )
         program.add(choose, table, PER_SAMPLE)
+
+
+def _work(block: tuple[int, ...]) -> int:
+    """Of a block of attention: its rows times its tiles."""
+    return block[1] * block[4]
 
 
 def _input(program: _Program, layer: PackedLinear, form: int, rows: int) -> int:
