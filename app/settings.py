@@ -204,7 +204,7 @@ class Settings(BaseSettings):
             raise ValueError("expected either redis_url or store memory, got both")
         if self.api_key is not None and self.no_auth:
             raise ValueError("expected either api_key or no_auth, got both")
-        if self.offload_dir and self.offload_dir.exists() and not self.offload_dir.is_dir():
+        if self.offload_dir and _is_file(self.offload_dir):
             raise ValueError(f"expected a folder in offload_dir, got {self.offload_dir}, which is none")
         if self.offload_dir and not self.swap_gib:
             raise ValueError("expected swap_space above 0 with offload_dir, got 0")
@@ -225,6 +225,13 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, _ConfigFile(settings_cls)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a folder on the way cannot be looked into; whoever opens it says so
+        return False
 
 
 def _text_of(path: Path) -> str:

@@ -107,15 +107,14 @@ class Engine:
         for sequence in arrivals:
             self._texts[sequence.id] = TextStream(self.tokenizer, sequence.sampling.stop)
         aborts = [sequence for sequence in dict.fromkeys(aborts) if sequence.id in self._texts]  # some may have ended meanwhile
-        began = time.perf_counter()
         plan = self.scheduler.plan(arrivals, aborts)
         deltas = [(sequence.id, self._last(sequence, FinishReason.CANCELLED)) for sequence in aborts]
+        began = time.perf_counter()
         if failed := self.runner.move(plan.moves):
             plan = self.scheduler.lost(plan, failed)
         if plan.chunks:
             self.steps.append(_record(next(self._count), plan))
-            deltas += self._run(plan)
-            self._watch(plan, 1e3 * (time.perf_counter() - began))
+            deltas += self._run(plan, began)
         return deltas
 
     def _watch(self, plan: StepPlan, milliseconds: float) -> None:
@@ -145,9 +144,10 @@ class Engine:
         if self.runner.store:
             self.runner.store.close()
 
-    def _run(self, plan: StepPlan) -> Deltas:
+    def _run(self, plan: StepPlan, began: float) -> Deltas:
         try:
             result = self.runner.run(plan)
+            self._watch(plan, 1e3 * (time.perf_counter() - began))
         except Exception as fault:  # whatever it is, only this step's sequences pay for it
             log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
             return [(chunk.sequence.id, self._fail(chunk.sequence, type(fault).__name__)) for chunk in plan.chunks]

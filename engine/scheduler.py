@@ -195,8 +195,10 @@ class Scheduler:
         """A sequence that is alone keeps nobody waiting who is there already, so its steps may be longer."""
         alone = len(self.running) + len(self.waiting) == 1
         tokens = max(self.limits.max_step_tokens, self.limits.lone_step_tokens if alone else 0) - len(decodes)
-        milliseconds = LONGEST_MS / self.drift.ratio if self.cost else math.inf
-        if self.limits.max_step_ms and self.cost and decodes:
+        milliseconds = math.inf
+        if self.cost and not decodes:
+            milliseconds = LONGEST_MS / self.drift.ratio
+        elif self.cost and self.limits.max_step_ms:
             milliseconds = max(0.1, self.limits.max_step_ms / self.drift.ratio - self.cost.of_step(decodes))
         return _Room(tokens, milliseconds, len(decodes), self.cost)
 

@@ -34,14 +34,16 @@ class Tier:
 
     @property
     def spare(self) -> bool:
-        """The next slot is free, or holds what is nowhere else and was not used for longest."""
-        return bool(self._free) or next(iter(self._used.values())).block < 0
+        """A slot is free, or holds what the pool has not."""
+        return bool(self._free) or any(node.block < 0 for node in self._used.values())
 
     def take(self, node: CacheNode) -> CacheNode | None:
         """Give a node a slot and a name; returns the node that had to give its slot up, if one had to. There is at least one slot."""
         victim = None
         if not self._free:
-            victim = next(iter(self._used.values()))
+            # What the pool has too is the last to lose its slot: it would have to be saved again.
+            oldest = next(iter(self._used.values()))
+            victim = next((used for used in self._used.values() if used.block < 0), oldest)
             self.release(victim)
         node.slot = self._free.pop()
         self._used[node.slot] = node

@@ -2,8 +2,9 @@
 
 Owns `segments` in a folder, and a lock on that folder: of two servers, the second has no file. Knows no chats and not what is worth
 keeping: `Segments` says what to append and when to write anew. A record is its length, its checksum and a `Segment` under its key; the
-first that is not whole ends the file, whatever follows. The system is asked to write, not to have written: a crash of the machine may
-take the end. A fault here is never a fault of a reply: it costs the memory of some after a restart, and is logged once.
+first that is not whole ends the file, whatever follows. The system is asked to write, not to have written: a crash of the machine may take
+the end, or what a rewrite has just written. A fault here is never a fault of a reply: it costs the memory of some after a restart, and is
+logged once.
 """
 
 from __future__ import annotations
@@ -91,10 +92,11 @@ class SegmentFile:
         draft, file = self._path.with_suffix(".new"), -1
         try:
             draft.unlink(missing_ok=True)
-            file, tokens = _opened(draft), 0
+            file, tokens, records = _opened(draft), 0, bytearray()
             for key, segment in kept:
-                _write(file, _encoded(key, segment))
+                records += _encoded(key, segment)
                 tokens += segment.tokens
+            _write(file, bytes(records))
             draft.replace(self._path)
         except OSError as fault:
             self._warn(fault)

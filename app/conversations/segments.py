@@ -1,8 +1,8 @@
 """What replies were run as, for clients that send their whole chat with every request.
 
-Owns a memory, bounded in tokens, from a chat's text up to the end of a reply to the tokens that reply was
-generated as. An assistant message of such a client is looked up here, and what is found is run as it was, not tokenised again: about
-one sampled reply in three would encode differently. Knows no store and no engine, and rests on nothing a client says but the text.
+Owns a memory, bounded in tokens, from a chat's text up to the end of a reply to the tokens that reply was generated as. An assistant
+message of such a client is looked up here, and what is found is run as it was, not tokenised again: about one sampled reply in three would
+encode differently. Knows no store and no engine, and rests on nothing a client says but the text.
 It is of this process alone, unless it is given a file: then what it adds is appended there before anyone sees the reply's end, and it
 begins with what the file holds, so that KV that outlives a restart is found by these clients too.
 
@@ -96,7 +96,7 @@ class Segments:
                 continue
             item.lead_ids, item.lead_digest, item.ids = list(segment.lead_ids), segment.lead_digest, list(segment.ids)
             item.fingerprint = fingerprint
-            at = segment.after
+            at = min(segment.after, at - 1)
         self._touch(chat.keys.values())
         return chat
 

@@ -224,3 +224,15 @@ def test_what_is_forgotten_leaves_its_slot_and_its_idle_block_but_not_an_owned_o
     pool.release(second.table)
     assert second.table[1] in pool._free
     pool.check([])
+
+
+def test_an_idle_moment_keeps_what_only_the_pool_holds_also_in_a_small_tier() -> None:
+    """In place of what was given up longest ago, whatever the pool holds besides."""
+    pool = pool_of(4, slots=5)
+    for first in (10, 20, 30, 40):
+        end(pool, ran(pool, [first, first + 1, first + 2, first + 3]))
+        pool.write_behind(8)
+        pool.take_moves()
+        assert not pool._unsaved
+        pool.check([])
+    assert known(pool, [40, 41, 42, 43]) == 4

@@ -164,3 +164,9 @@ def test_a_step_that_was_preempted_out_of_its_decodes_has_no_such_bound() -> Non
     plans(scheduler, runner, 1, [background])
     assert plans(scheduler, runner, 1, [sequence(1, [2] * 50, 3)]) == [[(1, 50)]]
     assert background.phase is Phase.WAITING
+
+
+def test_without_a_bound_a_step_takes_what_it_takes_also_where_its_time_is_known() -> None:
+    slow = StepCost(rows=((0, 0.0), (1000, 22_000.0)), pair=0, read=0)
+    scheduler, runner = beside_a_decode(0, cost=slow, budget=60)
+    assert plans(scheduler, runner, 1, [sequence(1, [3] * 100, 20)]) == [[(0, 1), (1, 59)]]

@@ -73,7 +73,9 @@ def test_a_slot_is_spare_when_free_or_of_what_is_nowhere_else() -> None:
     nodes[0].block = -1
     assert tier.spare
     tier.touch(nodes[0])
-    assert not tier.spare, "the next to go is in the pool"
+    assert tier.spare, "also where it was used last"
+    (other,) = chain(cache, [7, 8])
+    assert tier.take(other) is nodes[0], "the pool's has its slot still"
     tier.release(nodes[1])
     assert tier.spare
 
