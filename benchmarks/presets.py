@@ -21,6 +21,7 @@ class Preset:
     step_tokens: int
     lone_step_tokens: int
     context: int  # tokens
+    max_step_ms: float = 100.0  # as the server has it by default
 
 
 @dataclass(slots=True, frozen=True)

@@ -187,7 +187,7 @@ def _setup(asked: argparse.Namespace, preset: Preset, policy: str) -> Setup:
         frozenset(),
         int(given(asked.lone_step_tokens, preset.lone_step_tokens)),
         policy,
-        asked.max_step_ms,
+        given(asked.max_step_ms, preset.max_step_ms),
     )
     if limits.max_step_tokens < limits.max_batch_size:
         raise ValueError(f"expected step tokens of at least the batch, got {limits.max_step_tokens} and {limits.max_batch_size}")
@@ -242,7 +242,7 @@ def _arguments() -> argparse.ArgumentParser:
         ("--pool-tokens", "tokens the KV pool holds"),
     ):
         served.add_argument(flag, type=int, metavar="N", help=what)
-    served.add_argument("--max-step-ms", type=float, default=0.0, metavar="N", help="of a step that has decodes, at most (default: 0, any)")
+    served.add_argument("--max-step-ms", type=float, metavar="N", help="of a step that has decodes, at most; 0: any")
     served.add_argument("--max-queue", type=int, default=0, metavar="N", help="requests that may wait (default: 0, any number)")
     served.add_argument("--tier-tokens", type=int, default=0, metavar="N", help="tokens the tier behind the pool holds (default: 0)")
     served.add_argument("--load-ms", type=float, metavar="N", help="what a block takes to come back from the tier")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import shlex
 import statistics
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,6 +344,17 @@ def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: py
         simulate.main([*words, "--conversations", "10"])
     assert ended.value.code == simulate.MISUSED
     assert said in capsys.readouterr().err
+
+
+def test_every_command_of_the_documentation_can_be_run() -> None:
+    text = (Path(simulate.__file__).parent.parent / "docs" / "scheduling.md").read_text()
+    commands = re.findall(r"`python -m benchmarks\.simulate (.*?)`", text)
+    assert len(commands) > 5
+    for command in commands:
+        asked = simulate._arguments().parse_args(shlex.split(command))
+        preset = simulate.PRESETS[asked.preset](asked.efficiency)
+        for policy in simulate._policies(asked.policies):
+            assert simulate._setup(asked, preset, policy).limits.policy == policy
 
 
 def test_ten_thousand_conversations_take_less_than_a_minute() -> None:
