@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 class EngineError(Exception):
@@ -105,6 +106,24 @@ class ModelConfig:
 
 
 @dataclass(slots=True, frozen=True)
+class Grammar:
+    """What a reply must spell, enforced while it is generated."""
+
+    kind: Literal["json_schema", "regex", "lark"]  # lark: a context-free grammar in llguidance's dialect
+    source: str  # the schema as JSON text, the expression, or the grammar
+
+
+@dataclass(slots=True, frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str
+    parameters: str  # JSON Schema of its arguments, as JSON text
+    strict: bool = False  # its arguments are held to the schema also where calls are the model's own choice
+
+
+@dataclass(slots=True, frozen=True)
 class SamplingParams:
     """How the next token is chosen and when to stop. Neutral values switch a step off."""
 
@@ -121,6 +140,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # text that ends the reply and is not part of it
     stop_ids: tuple[int, ...] = ()  # tokens that end the reply and are not part of it
     ignore_eos: bool = False
+    logprobs: int = -1  # likeliest tokens to report beside each one generated; -1: no log probabilities at all
+    prompt_logprobs: bool = False  # report them for the prompt's tokens too: it is run whole, whatever the cache holds
+    grammar: Grammar | None = None
 
 
 class FinishReason(enum.StrEnum):
@@ -260,6 +282,14 @@ class Message:
     ids: tuple[int, ...] | None = None  # assistant: the tokens it was generated as; None: encode `text`
 
 
+class Ending(enum.Enum):
+    """How a chat's prompt ends."""
+
+    REPLY = "reply"  # with the template's opening of the assistant's reply
+    CONTINUE = "continue"  # inside the last message, which goes on
+    CLOSED = "closed"  # after the last message, with nothing opened
+
+
 @dataclass(slots=True, frozen=True)
 class Prompt:
     """A rendered, tokenised chat, ready to run."""
@@ -268,6 +298,16 @@ class Prompt:
     lead_ids: tuple[int, ...]  # its end: what follows the last assistant message that came with `ids`
     lead_digest: bytes  # digest of the text of `lead_ids`; give both back with the reply as a Message
     ends: tuple[int, ...] = ()  # tokens up to the end of each reply, and of what is said before the next; not told apart: as the one before
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLogprob:
+    """How likely the model found a token, before penalties, bias, temperature and filters."""
+
+    id: int
+    piece: bytes  # what it adds to the text; none for a control token
+    logprob: float  # natural logarithm
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens in its place, the likeliest first
 
 
 @dataclass(slots=True, frozen=True)
@@ -281,3 +321,5 @@ class Delta:
     finish: FinishReason | None = None  # set on the last delta only
     reply: tuple[int, ...] = ()  # on the last delta: the tokens that make up the whole visible text, as a ledger keeps them
     error: str | None = None  # with FinishReason.ERROR: what happened
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `ids`, if they were asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # on the first delta, if asked for: of each prompt token; None: the first has none
