@@ -1,7 +1,8 @@
 """A chat to the tokens of its prompt, by the model's own Jinja template.
 
-Owns: the sandbox that templates run in, the rule that nothing said in a chat becomes a control token, and the rule that what
-was run is never tokenised again. Knows nothing of ledgers or requests: a `Message` brings the tokens it was generated as.
+Owns: the rule that nothing said in a chat becomes a control token (by `mask.py`), the rule that what was run is never tokenised again,
+and how a prompt ends. Knows nothing of ledgers or requests: a `Message` brings the tokens it was generated as; nor how tools are told
+of where the template says nothing of them (`tool_prompt.py`).
 
 How it works. Replies that come with ids are rendered as one private-use character each, a marker; all other content as its
 text, in which one character of each control token it spells, or may help to spell together with its neighbours, is another
@@ -17,21 +18,20 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
-from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import meta
 
-from engine.core import Message, ModelError, Prompt, RequestError
+from engine import tool_prompt
+from engine.core import Ending, Message, ModelError, Prompt, RequestError, Tool
+from engine.mask import Content, Edges, Mask, masked
+from engine.sandbox import Refusal, environment
 from engine.tokenizer import Place, Tokenizer, check_text
+from engine.tool_calls import CLOSE, OPEN
+from engine.tool_prompt import Row
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -51,9 +51,10 @@ class ChatTemplate:
         self._words = {**other_tokens, "bos_token": bos_token, "eos_token": eos_token}
         self._source = template
         self._reserved = set(_PRIVATE.findall("".join([template or "", *self._words.values(), *tokenizer.control])))
-        self._edges = _Edges(tokenizer)
+        self._edges = Edges(tokenizer)
         try:
-            self._template = None if template is None else _environment().from_string(template)
+            self._template = None if template is None else environment().from_string(template)
+            self._knows_tools = template is not None and _knows_tools(template)
         except jinja2.TemplateSyntaxError as fault:
             raise ModelError(f"expected the model's chat template to be valid Jinja: {fault} (line {fault.lineno})") from fault
 
@@ -61,32 +62,31 @@ class ChatTemplate:
         """SHA-256, in hex, of all that decides how a chat is rendered, apart from the tokenizer."""
         return hashlib.sha256(json.dumps([self._source, self._words]).encode()).hexdigest()
 
-    def prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> Prompt:
-        """The prompt for the reply that follows `messages`.
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), ending: Ending = Ending.REPLY) -> Prompt:
+        """The prompt for the reply that follows `messages`, which may call `tools`; or which goes on with the last of them.
 
-        Raises: RequestError when the model has no template, the template refuses the chat (`raise_exception`), or a message
-        is not Unicode or of an unknown role; ModelError when the template itself is at fault.
+        Raises: RequestError when the model has no template, the template refuses the chat (`raise_exception`), a message or tool
+        is not Unicode, a message is of an unknown role or cannot be gone on with, or a tool's schema is none; ModelError when the
+        template itself is at fault.
         """
-        _check(messages)
-        private = self._unused_characters(messages)
-        mask = _Mask(self._tokenizer, self._edges, private)
+        _check(messages, ending)
+        functions = tool_prompt.functions(tools)
+        calls = {index: row for index, message in enumerate(messages) if (row := self._calls_apart(message))}
+        if ending is Ending.CONTINUE:
+            calls.pop(len(messages) - 1, None)  # it may go on inside a call
+        private = self._unused_characters([*(message.text for message in messages), *map(_plain_json, (functions, list(calls.values())))])
+        chat = _Chat(messages, tools, ending, calls, Mask(self._tokenizer, self._edges, private), next(private))
         markers = {next(private): index for index, message in enumerate(messages) if message.ids is not None}
-        contents: dict[int, str] = {}
         while True:
-            for index, message in enumerate(messages):
-                if index not in contents and index not in markers.values():
-                    contents[index] = _Content(mask.content(message.text), mask)
-            shown = contents | {index: marker for marker, index in markers.items()}
-            rows = [{"role": message.role, "content": shown[index]} for index, message in enumerate(messages)]
-            rendered = self._render(rows, add_generation_prompt)
+            rendered = self._render(chat.rows(markers, self._knows_tools), chat.functions(functions) if self._knows_tools else None, ending)
             parts = re.split(f"([{''.join(markers)}])", rendered) if markers else [rendered]
             repeated = [marker for marker, count in Counter(parts[1::2]).items() if count > 1]
             if not repeated:
-                return self._assemble(parts, markers, messages, mask)
+                return self._assemble(chat.cut(parts, markers), markers, messages, chat.mask)
             for marker in repeated:  # the template quotes this reply: only its text can stand in two places
                 del markers[marker]
 
-    def measure(self, messages: Sequence[Message], most: int) -> tuple[int, ...]:
+    def measure(self, messages: Sequence[Message], most: int, tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Where each message of a chat ends, in tokens, to choose by which of them to run.
 
         As `Prompt.ends`, but messages that would not be told apart there are encoded each by itself, so a few tokens may be missed at
@@ -99,30 +99,32 @@ class ChatTemplate:
             if message.ids is None and (long or any(other.ids is None for other in beside)):
                 ids = (0,) * most if long else tuple(self._tokenizer.encode_plain(message.text, Place.INSIDE))
                 counted[index] = replace(message, ids=ids)
-        return self.prompt(counted).ends
+        return self.prompt(counted, tools).ends
 
-    def _unused_characters(self, messages: Sequence[Message]) -> Iterator[str]:
+    def _calls_apart(self, message: Message) -> Row | None:
+        return tool_prompt.with_calls_apart(message) if self._knows_tools and message.ids is None else None
+
+    def _unused_characters(self, texts: Sequence[str]) -> Iterator[str]:
         """Private-use characters that occur neither in the chat nor in the template."""
-        used = self._reserved.union(*(_PRIVATE.findall(message.text) for message in messages if not message.text.isascii()))
+        used = self._reserved.union(*(_PRIVATE.findall(text) for text in texts if not text.isascii()))
         planes = itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
         yield from (character for character in map(chr, planes) if character not in used)
         raise RequestError("expected a chat that leaves some of Unicode's private-use characters unused, got one that uses all")
 
-    def _render(self, rows: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def _render(self, rows: list[Row], functions: list[Row] | None, ending: Ending) -> str:
         if self._template is None:
             raise RequestError("this model has no chat template: it completes raw text, but takes no messages", "messages")
+        opens = ending is Ending.REPLY
         try:
-            return self._template.render(
-                messages=rows, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._words
-            )
-        except _Refusal as refusal:
+            return self._template.render(messages=rows, tools=functions, documents=None, add_generation_prompt=opens, **self._words)
+        except Refusal as refusal:
             raise RequestError(f"the model's chat template refuses this chat: {refusal}", "messages") from refusal
         except RequestError:
             raise
         except Exception as fault:  # a template may run into any error that Python has
             raise ModelError(f"the model's chat template failed: {type(fault).__name__}: {fault}") from fault
 
-    def _assemble(self, parts: list[str], markers: dict[str, int], messages: Sequence[Message], mask: _Mask) -> Prompt:
+    def _assemble(self, parts: list[str], markers: dict[str, int], messages: Sequence[Message], mask: Mask) -> Prompt:
         """`parts`: gaps and markers in turn, a gap at both ends."""
         ids: list[int] = []
         ends: dict[int, int] = {}
@@ -137,7 +139,7 @@ class ChatTemplate:
         lead = self._encode(pieces, first=not ids)
         return Prompt(ids + lead, tuple(lead), _digest(pieces, first=not ids), _ends(messages, ends, len(ids) + len(lead)))
 
-    def _pieces(self, gap: str, mask: _Mask) -> list[str | int]:
+    def _pieces(self, gap: str, mask: Mask) -> list[str | int]:
         return [piece if isinstance(piece, int) else mask.undo(piece) for piece in self._tokenizer.split_control(gap)]
 
     def _encode(self, pieces: list[str | int], first: bool) -> list[int]:
@@ -149,13 +151,93 @@ class ChatTemplate:
         return ids
 
 
-def _check(messages: Sequence[Message]) -> None:
+class _Chat:
+    """The chat of one prompt, as its template is given it."""
+
+    def __init__(
+        self, messages: Sequence[Message], tools: Sequence[Tool], ending: Ending, calls: dict[int, Row], mask: Mask, end: str
+    ) -> None:
+        self.mask = mask
+        self._messages = messages
+        self._tools = tools
+        self._last = len(messages) - 1 if ending is Ending.CONTINUE else None  # the message that goes on
+        self._end = end  # a character that stands where it goes on
+        self._calls = calls  # messages whose calls the template writes, by index
+        self._contents: dict[int, str] = {}
+
+    def rows(self, markers: dict[str, int], knows_tools: bool) -> list[Row]:
+        """`markers`: what stands for a message that is not shown, and its index. `knows_tools`: the template says itself what tools are."""
+        marked = {index: marker for marker, index in markers.items()}
+        rows = [self._row(index, message, marked.get(index)) for index, message in enumerate(self._messages)]
+        if knows_tools:
+            return rows
+        if self._tools:
+            text = Content(self.mask.content(tool_prompt.system_text(self._tools)), self.mask)
+            rows = tool_prompt.with_system_text(rows, text, self._joined)
+        return tool_prompt.with_responses_as_user(rows, self._joined)
+
+    def functions(self, functions: list[Row]) -> list[Row] | None:
+        return masked(functions, self.mask) or None
+
+    def cut(self, parts: list[str], markers: dict[str, int]) -> list[str]:
+        """`parts`, gaps and markers of the rendered text in turn, up to where the last message goes on.
+
+        Raises: RequestError when the template does not write that message as it is
+        """
+        if self._last is None:
+            return parts
+        marker = next((marker for marker, index in markers.items() if index == self._last), None)
+        if marker in parts[1::2]:
+            return [*parts[: parts.index(marker) + 1], ""]
+        gaps = [number for number in range(0, len(parts), 2) if self._end in parts[number]]
+        if marker is None and len(gaps) == 1 and parts[gaps[0]].count(self._end) == 1:
+            text, _, after = parts[gaps[0]].partition(self._end)
+            shown = self._messages[self._last].text.strip()
+            if shown and not after.startswith(" "):  # blanks are trimmed
+                text = text.rstrip()
+            if self.mask.undo(text).rstrip().endswith(shown):
+                return [*parts[: gaps[0]], text]
+        message = "expected a last message to go on with that the model's chat template writes as it is, got one that it changes"
+        raise RequestError(message, "messages")
+
+    def _row(self, index: int, message: Message, marker: str | None) -> Row:
+        if marker is not None:
+            return {"role": message.role, "content": marker}
+        if row := self._calls.get(index):
+            calls = [{"type": "function", "function": masked(call["function"], self.mask)} for call in row["tool_calls"]]
+            return {"role": message.role, "content": Content(self.mask.content(row["content"]), self.mask), "tool_calls": calls}
+        if index not in self._contents:
+            self._contents[index] = Content(self.mask.content(message.text), self.mask)
+        content = self._contents[index]
+        if index == self._last:  # a blank at the end tells whether the template trims it
+            content = Content(content + self._end + " ", self.mask)
+        return {"role": message.role, "content": content}
+
+    def _joined(self, *parts: str) -> Content:
+        return Content("".join(parts), self.mask)
+
+
+def _check(messages: Sequence[Message], ending: Ending) -> None:
     if not messages:
         raise RequestError("expected at least one message, got none", "messages")
     for message in messages:
         if message.role not in ROLES:
             raise RequestError(f"expected a role of {', '.join(ROLES)}, got {message.role!r}", "messages")
         check_text(message.text)
+    if ending is Ending.CONTINUE and messages[-1].role not in ("user", "assistant"):
+        raise RequestError(f"expected a last message of user or assistant to go on with, got one of {messages[-1].role!r}", "messages")
+
+
+def _plain_json(value: Any) -> str:
+    """Raises: RequestError when a text in it is not Unicode."""
+    text = json.dumps(value, ensure_ascii=False)
+    check_text(text)
+    return text
+
+
+def _knows_tools(template: str) -> bool:
+    """The template says itself what tools there are, and writes calls of them as they are read here."""
+    return OPEN in template and CLOSE in template and "tools" in meta.find_undeclared_variables(environment().parse(template))
 
 
 def _ends(messages: Sequence[Message], known: dict[int, int], total: int) -> tuple[int, ...]:
@@ -195,197 +277,3 @@ def _leads(pieces: list[str | int]) -> Iterator[list[str | int]]:
                 pieces = [*front, last[:-1]] if last[:-1] else front
             case _:
                 return
-
-
-class _Edges:
-    """What the end or the beginning of a content may add to a control token that goes on beside it."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokens = list(tokenizer.control)
-        self._longest = max(map(len, self._tokens), default=0)
-        self._prefixes = {token[:cut] for token in self._tokens for cut in range(1, len(token))}
-        self._suffixes = {token[cut:] for token in self._tokens for cut in range(1, len(token))}
-        self._any = tokenizer.control_is_normalized  # other spellings may become a token: take no edge for harmless
-
-    def starts(self, text: str) -> bool:
-        """The first character may be a control token's, of which the rest was written before or around this text."""
-        if not text or self._any:
-            return bool(text)
-        if any(text[:cut] in self._suffixes for cut in range(1, min(len(text), self._longest) + 1)):
-            return True
-        return len(text) < self._longest and any(text in token for token in self._tokens)
-
-    def ends(self, text: str) -> bool:
-        """The last character may be a control token's that goes on in what is written after this text."""
-        if not text or self._any:
-            return bool(text)
-        return any(text[-cut:] in self._prefixes for cut in range(1, min(len(text), self._longest) + 1))
-
-
-class _Mask:
-    """Puts stand-ins into the contents of one prompt, and takes them out again.
-
-    A stand-in stands for one character wherever it occurs, so a template may cut, repeat and move what it is given.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, edges: _Edges, private: Iterator[str]) -> None:
-        self._tokenizer = tokenizer
-        self._edges = edges
-        self._private = private
-        self._stand_ins: dict[str, str] = {}  # by the character they stand for
-
-    def content(self, text: str) -> str:
-        """`text` so that no part of it can become part of a control token."""
-        return self.edged(self.spelled(text))
-
-    def spelled(self, text: str) -> str:
-        """`text` with a stand-in in each control token that it spells: always the same one in the same token."""
-        while spans := self._tokenizer.spelled_control(text):  # again: tokens may overlap
-            text = self._replace(text, [start + _indent(text[start:stop]) for start, stop in spans])
-        return text
-
-    def edged(self, text: str) -> str:
-        """`text`, which spells no control token, so that it helps to spell none, nor does it without the blanks at its ends."""
-        first, stop = _indent(text), len(text.rstrip())
-        positions = set()
-        for start, end in {(0, len(text)), (first, stop)} if first < stop else {(0, len(text))}:
-            part = text[start:end]
-            if self._edges.starts(part):
-                positions.add(start)
-            if self._edges.ends(part):
-                positions.add(end - 1)
-        return self._replace(text, sorted(positions))
-
-    def undo(self, text: str) -> str:
-        for character, stand_in in self._stand_ins.items():
-            text = text.replace(stand_in, character)
-        return text
-
-    def _replace(self, text: str, positions: list[int]) -> str:
-        parts, end = [], 0
-        for position in positions:
-            parts += [text[end:position], self._stand_in(text[position])]
-            end = position + 1
-        return "".join([*parts, text[end:]]) if parts else text
-
-    def _stand_in(self, character: str) -> str:
-        if character in self._stand_ins.values():
-            return character
-        if character not in self._stand_ins:
-            self._stand_ins[character] = next(self._private)
-        return self._stand_ins[character]
-
-
-def _indent(text: str) -> int:
-    """Characters before the first that is not blank; 0 if all are."""
-    return len(text) - len(text.lstrip()) if text.strip() else 0
-
-
-class _Content(str):
-    """A masked content that a template handles like the text it stands for.
-
-    What a template looks for in it is masked alike, so `'</think>' in content` finds a spelled control token; and a text
-    derived from it (a part, a trimmed or replaced text) is masked anew, at its new edges too.
-    """
-
-    __slots__ = ("_mask",)
-    _mask: _Mask
-
-    def __new__(cls, masked: str, mask: _Mask) -> _Content:
-        content = super().__new__(cls, masked)
-        content._mask = mask
-        return content
-
-    def _derive(self, result: Any) -> Any:
-        """A filter's or method's result, if it is text, as a content."""
-        if isinstance(result, _Content):
-            return result
-        if isinstance(result, str):
-            if result == self:
-                return self
-            part = str.__contains__(self, result)  # then it spells no control token either
-            return _Content(self._mask.edged(result) if part else self._mask.content(result), self._mask)
-        if isinstance(result, list | tuple):
-            return type(result)(map(self._derive, result))
-        return result
-
-    def _spell(self, argument: Any) -> Any:
-        """What a template looks for, masked as it would be here."""
-        if isinstance(argument, tuple):
-            return tuple(map(self._spell, argument))
-        return self._mask.spelled(argument) if type(argument) is str else argument
-
-
-def _lifted(name: str) -> Callable[..., Any]:
-    method = getattr(str, name)
-
-    def call(self: _Content, *arguments: Any, **options: Any) -> Any:
-        return self._derive(method(self, *map(self._spell, arguments), **options))
-
-    return call
-
-
-_LOOKING = ("__contains__", "count", "endswith", "find", "index", "rfind", "rindex", "startswith")
-_CUTTING = ("__getitem__", "lstrip", "partition", "removeprefix", "removesuffix", "rpartition", "rsplit", "rstrip", "split", "splitlines")
-_CHANGING = ("capitalize", "casefold", "lower", "replace", "strip", "swapcase", "title", "upper")
-for _name in (*_LOOKING, *_CUTTING, *_CHANGING):
-    setattr(_Content, _name, _lifted(_name))
-
-
-class _Refusal(jinja2.TemplateError):
-    """What a template raises by `raise_exception`."""
-
-
-class _Generation(Extension):
-    """`{% generation %}`, by which some templates mark replies for training: its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Jinja's own gives an undefined value, which prints as nothing: a template that reaches for internals is to fail."""
-        raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__} is unsafe")
-
-
-def _environment() -> _Sandbox:
-    """Jinja as chat templates are written for: the dialect of `transformers`, in a sandbox."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], cache_size=0)
-    environment.filters["tojson"] = _tojson
-    for name, function in environment.filters.items():
-        environment.filters[name] = _deriving(function)
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_dict)
-    return environment
-
-
-def _deriving(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose result, where it is applied to a content, is one too."""
-    subject = 1 if hasattr(function, "jinja_pass_arg") else 0  # after what Jinja itself hands over
-
-    @wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
-        result = function(*arguments, **options)
-        content = arguments[subject] if len(arguments) > subject else None
-        return content._derive(result) if isinstance(content, _Content) else result
-
-    return call
-
-
-def _raise_exception(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _dict(*arguments: Any, **items: Any) -> dict[Any, Any]:
-    return dict(*arguments, **items)  # a function: the class itself has attributes
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
