@@ -1,9 +1,10 @@
 """What readers notice when somebody else brings a long prompt: the gaps between tokens of 8 streams, quiet and beside its prefill.
 
 Owns the measuring and its limit. Asks a real server over WebSockets, as clients see it: as it comes, and with the tightest `--max-step-ms`
-of use here, to which the limit applies.
+of use here, to which the limit applies. With --full-pool, other prompts have filled the KV pool before, so that the long one pushes out
+what they left: to the tier, if there is one, within the time of the same steps.
 
-    python -m benchmarks.gaps [flags of hocket serve]
+    python -m benchmarks.gaps [--full-pool] [flags of hocket serve]
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from tests.serving import Server
 STREAMS, PROMPT, REPLY = 8, 4000, 2000
 QUIET = 150  # tokens of each stream before the long prompt comes
 ROUNDS = 3
+FILLS = 8  # prompts of as many tokens, with --full-pool: as many as the pool holds by default
+FULL_POOL = "--full-pool"
 PATIENCE = 1200  # times 50 ms
 TIGHT = 2.0  # times the quiet median
 LIMIT = 4.0  # times the quiet median, at the 99th percentile
 
 
-async def measure(server: Server, number: int) -> tuple[list[float], list[float], Turn]:
-    """Gaps of all streams before the long prompt and while it is read, in seconds, and the turn that brought it."""
+async def measure(server: Server, number: int, fills: int = 0) -> tuple[list[float], list[float], Turn]:
+    """Gaps of all streams before the long prompt and while it is read, in seconds, and the turn that brought it. fills: how many other long
+    prompts come before it, when the streams run already, so that the server was never idle since."""
     async with contextlib.AsyncExitStack() as stack:
-        clients = [ResponsesClient(server.url, server.model) for _ in range(STREAMS + 1)]
+        clients = [ResponsesClient(server.url, server.model) for _ in range(STREAMS + 1 + fills)]
         for client in clients:
             await client.open()
             stack.push_async_callback(client.close)
@@ -40,18 +44,21 @@ async def measure(server: Server, number: int) -> tuple[list[float], list[float]
             asyncio.create_task(client.ask(Load(1, seed=f"gaps/{number}").question(at, 0), REPLY, turn))
             for at, (client, turn) in enumerate(zip(clients, turns, strict=False))
         ]
+        for fill, client in enumerate(clients[STREAMS + 1 :]):
+            await client.ask(Load(1, prompt_tokens=PROMPT, seed=f"gaps/{number}/{fill}").question(STREAMS, 0), 1, Turn(0, 0.0))
+        before = max(len(turn.arrivals) for turn in turns) if fills else 0
         for _ in range(PATIENCE):
-            if all(len(turn.arrivals) >= QUIET for turn in turns):
+            if all(len(turn.arrivals) >= before + QUIET for turn in turns):
                 break
             await asyncio.sleep(0.05)
         long = Turn(0, time.perf_counter())
-        await clients[-1].ask(Load(1, prompt_tokens=PROMPT, seed=f"gaps/{number}").question(STREAMS, 0), 1, long)
+        await clients[STREAMS].ask(Load(1, prompt_tokens=PROMPT, seed=f"gaps/{number}").question(STREAMS, 0), 1, long)
         ended = time.perf_counter()
         await asyncio.sleep(0.2)  # until the gap is over that the last of it makes
         for client in clients[:STREAMS]:
             await client.stop()
         await asyncio.gather(*streams)
-    began = max(turn.arrivals[10] for turn in turns)
+    began = max(turn.arrivals[before + 10] for turn in turns)
     pairs = [(earlier, later) for turn in turns for earlier, later in zip(turn.arrivals, turn.arrivals[1:], strict=False)]
     quiet = [later - earlier for earlier, later in pairs if began <= earlier and later <= long.began]
     beside = [later - earlier for earlier, later in pairs if later >= long.began and earlier <= ended]
@@ -61,13 +68,15 @@ async def measure(server: Server, number: int) -> tuple[list[float], list[float]
 def told(flags: list[str]) -> tuple[float, list[float]]:
     """The quiet median in milliseconds, and what the 99th percentile beside the prompt is of it, for each round."""
     ratios, medians = [], []
+    fills = FILLS if FULL_POOL in flags else 0
+    flags = [flag for flag in flags if flag != FULL_POOL]
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "data", *flags).start()
         try:
             asyncio.run(measure(server, -1))  # warm
             for number in range(ROUNDS):
                 server.wait_until_idle()
-                quiet, beside, long = asyncio.run(measure(server, number))
+                quiet, beside, long = asyncio.run(measure(server, number, fills))
                 medians.append(1e3 * statistics.median(quiet))
                 ratios.append(1e3 * percentile(beside, 99) / medians[-1])
                 print(

@@ -67,7 +67,8 @@ def derive(gpu: Gpu, decoder: Decoder, efficiency: float, block_size: int = 16) 
       is 4.55e-5 ms. 256 decodes that see 1,000 positions each thus add 11.6 ms: twice the weights.
     - A prompt's row and a position it sees cost 4 * layers * heads * head_dim operations (a product with the key, one with the value):
       524,288 / 989e12 = 5.3e-7 ms, at 0.6 it is 8.8e-7 ms. Its keys and values are read once for many rows: nothing beside that.
-    - A block comes back over the link: 16 * 131,072 bytes at 64 GB/s are 0.033 ms, at 0.6 they are 0.055 ms. To compute it takes 0.43 ms.
+    - A block comes back over the link, or goes out: 16 * 131,072 bytes at 64 GB/s are 0.033 ms, at 0.6 they are 0.055 ms. To compute it
+      takes 0.43 ms.
     """
     seconds = 1e3 / efficiency
     weights = seconds * decoder.weight_bytes / gpu.bandwidth
@@ -78,6 +79,7 @@ def derive(gpu: Gpu, decoder: Decoder, efficiency: float, block_size: int = 16) 
         pair=seconds * 4 * decoder.layers * decoder.heads * decoder.head_dim / gpu.flops,
         read=seconds * decoder.kv_bytes / gpu.bandwidth,
         load=seconds * block_size * decoder.kv_bytes / gpu.link,
+        save=seconds * block_size * decoder.kv_bytes / gpu.link,
     )
 
 
@@ -95,8 +97,9 @@ LLAMA_8B = Decoder(parameters=8.03e9, layers=32, heads=32, kv_heads=8, head_dim=
 EFFICIENCY = 0.6  # of the peaks, in bandwidth and arithmetic: what good kernels keep up over a whole step, launches included
 
 
-# `python -m benchmarks.simulate --calibrate ""` on two cores with AVX-512, rounded; a block of 369 kB comes from host memory in 0.1 ms.
-CPU_COST = StepCost(rows=((1, 2.8), (16, 9.1), (64, 31.0), (128, 60.0)), pair=4.9e-4, read=5.8e-4, load=0.1)
+# `python -m benchmarks.simulate --calibrate ""` on two cores with AVX-512, rounded; a block of 369 kB comes from host memory, or
+# goes there, in 0.1 ms.
+CPU_COST = StepCost(rows=((1, 2.8), (16, 9.1), (64, 31.0), (128, 60.0)), pair=4.9e-4, read=5.8e-4, load=0.1, save=0.1)
 
 
 def h200_8b(efficiency: float = EFFICIENCY) -> Preset:

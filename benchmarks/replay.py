@@ -153,18 +153,16 @@ class Replay:
     # The tier
 
     def _moved(self, moves: list[Move]) -> float:
-        """Milliseconds. A block that goes to the tier takes as long as one that comes back; copies within the pool take nothing beside."""
-        loads = sum(isinstance(move, Load) for move in moves)
-        saves = sum(isinstance(move, Save) for move in moves)
-        self.tally.loads += loads
-        self.tally.saves += saves
-        return (loads + saves) * self.setup.cost.load
+        """Milliseconds."""
+        self.tally.loads += sum(isinstance(move, Load) for move in moves)
+        self.tally.saves += sum(isinstance(move, Save) for move in moves)
+        return self.setup.cost.of_moves(moves)
 
     def _rest(self, seconds: float) -> None:
         """The tier gets what only the pool holds, as far as there is time."""
-        pool, load = self.scheduler.pool, self.setup.cost.load
+        pool, save = self.scheduler.pool, self.setup.cost.save
         if pool.tier and seconds > 0:
-            pool.write_behind(int(min(1e3 * seconds / load, pool.blocks)) if load else pool.blocks)
+            pool.write_behind(int(min(1e3 * seconds / save, pool.blocks)) if save else pool.blocks)
             self.tally.saves += len(pool.take_moves())
 
 

@@ -179,7 +179,7 @@ def _setup(asked: argparse.Namespace, preset: Preset, policy: str) -> Setup:
     def given(value: float | None, otherwise: float) -> float:
         return otherwise if value is None else value
 
-    cost = preset.cost if asked.load_ms is None else dataclasses.replace(preset.cost, load=asked.load_ms)
+    cost = preset.cost if asked.load_ms is None else dataclasses.replace(preset.cost, load=asked.load_ms, save=asked.load_ms)
     limits = Limits(
         int(given(asked.batch, preset.batch)),
         int(given(asked.step_tokens, preset.step_tokens)),
@@ -245,7 +245,7 @@ def _arguments() -> argparse.ArgumentParser:
     served.add_argument("--max-step-ms", type=float, metavar="N", help="of a step that has decodes, at most; 0: any")
     served.add_argument("--max-queue", type=int, default=0, metavar="N", help="requests that may wait (default: 0, any number)")
     served.add_argument("--tier-tokens", type=int, default=0, metavar="N", help="tokens the tier behind the pool holds (default: 0)")
-    served.add_argument("--load-ms", type=float, metavar="N", help="what a block takes to come back from the tier")
+    served.add_argument("--load-ms", type=float, metavar="N", help="what a block takes to come back from the tier, or to go there")
     served.add_argument("--overhead", type=float, metavar="N", help="milliseconds of a step outside the cost model")
     return parser
 

@@ -16,55 +16,39 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from engine import core
 from engine.admission import Room
 from engine.core import (
     Delta,
+    Ending,
     EngineError,
     EngineOptions,
     FinishReason,
+    Grammar,
     Message,
     NotReadyError,
     Prompt,
-    RequestError,
     SamplingParams,
+    Tool,
 )
+from engine.served import Failed, Loading, Ready, log_change
 
 if TYPE_CHECKING:
     from engine.engine import Deltas, Engine
+    from engine.grammar import Compiled
 
 log = logging.getLogger(__name__)
+
+__all__ = ["STALL_SECONDS", "Batcher", "Failed", "Generation", "Loading", "Ready", "Session"]
 
 T = TypeVar("T")
 
 BEAT_SECONDS = 1.0  # an idle engine thread shows that it lives this often
 CLOSE_SECONDS = 10.0  # a thread that takes longer to end is left to the process's end
 STALL_SECONDS = 20.0  # a thread that has not been seen for this long is not answering; one step takes far less
-
-
-@dataclass(slots=True, frozen=True)
-class Loading:
-    stage: str
-    fraction: float | None  # done, 0 to 1, if known
-
-
-@dataclass(slots=True, frozen=True)
-class Ready:
-    """What is served."""
-
-    model: str
-    context_length: int  # tokens of prompt and reply together, as far as the KV pool allows
-    vocab_size: int
-    fingerprint: str  # of tokenizer and template: token ids kept under another one mean nothing
-    bound: str = "the context"  # what sets context_length
-
-
-@dataclass(slots=True, frozen=True)
-class Failed:
-    error: str
 
 
 class Batcher:
@@ -127,38 +111,52 @@ class Batcher:
         """Loaded, and the engine thread has been seen lately."""
         return isinstance(self.state, Ready) and time.monotonic() - self._seen < STALL_SECONDS
 
-    async def prompt(self, messages: Sequence[Message]) -> Prompt:
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), ending: Ending = Ending.REPLY) -> Prompt:
         """Render and tokenise a chat, off the event loop. Raises: NotReadyError, RequestError"""
         ready = self.ready()
         assert self._engine
         longest = self._engine.tokenizer.longest
         least = sum(1 + len(message.text) // longest for message in messages if message.ids is None)
         if least >= ready.context_length:  # not worth the tokenisers' time, which everyone shares
-            raise _too_long(ready, f"at least {least}")
-        return await self._loop.run_in_executor(self._tokenising, self._engine.template.prompt, messages)
+            raise ready.too_long(f"at least {least}")
+        return await self._loop.run_in_executor(self._tokenising, self._engine.template.prompt, messages, tools, ending)
 
-    async def measure(self, messages: Sequence[Message]) -> Sequence[int]:
+    async def measure(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Sequence[int]:
         """Where each message of a chat of any length ends, in tokens, off the event loop. Raises: NotReadyError, RequestError"""
         ready = self.ready()
         assert self._engine
-        return await self._loop.run_in_executor(self._tokenising, self._engine.template.measure, messages, ready.context_length)
+        measure = self._engine.template.measure
+        return await self._loop.run_in_executor(self._tokenising, measure, messages, ready.context_length, tools)
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a raw prompt, off the event loop: plain text, after the BOS token if the model begins its prompts with one.
+
+        Raises: NotReadyError, RequestError
+        """
+        ready = self.ready()
+        assert self._engine
+        if (least := -(-len(text) // self._engine.tokenizer.longest)) >= ready.context_length:
+            raise ready.too_long(f"at least {least}")
+        return await self._loop.run_in_executor(self._tokenising, self._engine.encode, text)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of a raw prompt's tokens, off the event loop. Raises: NotReadyError, RequestError"""
+        self.ready().check_ids(ids, "input")
+        assert self._engine
+        return await self._loop.run_in_executor(self._tokenising, self._engine.tokenizer.decode, ids)
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Find out, off the event loop, whether a reply can be held to `grammar`; `generate` with it then begins at once.
+
+        Raises: NotReadyError, RequestError
+        """
+        self.ready()
+        assert self._engine
+        await self._loop.run_in_executor(self._tokenising, self._engine.grammars.compiled, grammar)
 
     def check(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse now what can never run. Raises: NotReadyError, RequestError"""
-        ready = self.ready()
-        if not ids:
-            raise RequestError("expected a prompt of at least one token, got an empty one", "input")
-        if len(ids) >= ready.context_length:
-            raise _too_long(ready, str(len(ids)))
-        if not 1 <= sampling.max_tokens <= ready.context_length:
-            message = f"expected 1 to {ready.context_length} tokens to generate ({ready.bound}), got {sampling.max_tokens}"
-            raise RequestError(message, "max_output_tokens")
-        if not all(sampling.stop):
-            raise RequestError("expected stop strings of at least one character, got an empty one", "stop")
-        for param, named in (("input", ids), ("stop_token_ids", sampling.stop_ids), ("logit_bias", sampling.logit_bias)):
-            wrong = next((id for id in named if not 0 <= id < ready.vocab_size), None)
-            if wrong is not None:
-                raise RequestError(f"expected token ids of 0 to {ready.vocab_size - 1} in {param}, got {wrong}", param)
+        self.ready().check(ids, sampling)
 
     def session(self, salt: bytes) -> Session:
         return Session(self, salt)
@@ -168,14 +166,43 @@ class Batcher:
         self.ready()
         generation = Generation(self, core.Sequence(next(self._ids), salt, ids, sampling, priority=int(background)))
         self._live[generation.id] = generation
+        if sampling.grammar:
+            self._compile(generation.sequence, sampling.grammar)
+        else:
+            self._arrive(generation.sequence)
+        return generation
+
+    def _compile(self, sequence: core.Sequence, grammar: Grammar) -> None:
+        """Let a sequence in once its grammar is compiled: mostly at once, since `compile` has been asked before."""
+        assert self._engine
+        if compiled := self._engine.grammars.known(grammar):
+            sequence.compiled = compiled
+            self._arrive(sequence)
+        else:
+            compiling = self._loop.run_in_executor(self._tokenising, self._engine.grammars.compiled, grammar)
+            compiling.add_done_callback(partial(self._compiled, sequence))
+
+    def _compiled(self, sequence: core.Sequence, compiling: asyncio.Future[Compiled]) -> None:
+        fault = None if compiling.cancelled() else compiling.exception()
+        if sequence.id not in self._live:
+            return  # cancelled meanwhile, or everything was
+        if fault:
+            self._deliver([(sequence.id, Delta((), "", finish=FinishReason.ERROR, error=str(fault)))])
+        else:
+            sequence.compiled = compiling.result()
+            self._arrive(sequence)
+
+    def _arrive(self, sequence: core.Sequence) -> None:
         with self._wake:
             if not self._arrivals:
                 self._first_arrival = time.monotonic()
-            self._arrivals.append(generation.sequence)
+            self._arrivals.append(sequence)
             self._wake.notify()
-        return generation
 
     def _abort(self, sequence: core.Sequence) -> None:
+        if sequence.sampling.grammar and not sequence.compiled:  # the engine has not heard of it
+            self._deliver([(sequence.id, Delta((), "", finish=FinishReason.CANCELLED))])
+            return
         with self._wake:
             self._aborts.append(sequence)
             self._wake.notify()
@@ -194,7 +221,7 @@ class Batcher:
             generation._receive(Delta((), "", finish=finish, error=error))
 
     def _set_state(self, state: Loading | Ready | Failed) -> None:
-        _log_change(self.state, state)
+        log_change(self.state, state)
         self.state = state
         if isinstance(state, Failed):
             self._end_all(FinishReason.ERROR, state.error)
@@ -272,27 +299,6 @@ class Batcher:
             self._loop.call_soon_threadsafe(callback, argument)
         except RuntimeError:  # the loop has closed under us: nobody is left to tell
             self._closing = True
-
-
-def _log_change(before: Loading | Ready | Failed, after: Loading | Ready | Failed) -> None:
-    """A line for each stage of loading and each quarter of it."""
-    match after:
-        case Loading(stage, fraction):
-            if not isinstance(before, Loading) or (before.stage, _quarters(before.fraction)) != (stage, _quarters(fraction)):
-                log.info("%s%s", stage, "" if fraction is None else f" {fraction:.0%}")
-        case Ready(model):
-            log.info("%s is loaded", model)
-        case Failed(error):
-            log.error("%s", error)
-
-
-def _too_long(ready: Ready, tokens: str) -> RequestError:
-    message = f"expected a prompt of fewer than {ready.context_length} tokens ({ready.bound}), got {tokens}"
-    return RequestError(message, "input", "context_length_exceeded")
-
-
-def _quarters(fraction: float | None) -> int | None:
-    return None if fraction is None else int(4 * fraction)
 
 
 class Session:

@@ -12,9 +12,10 @@ is given back tail first, so in the order of giving up a block stands before its
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from engine import core
 from engine.core import CacheNode, Copy, Load, Move, Save
@@ -36,7 +37,10 @@ class BlockPool:
         # In an ordinary dict, finding the first takes as long as there were others before it since it last grew.
         self._idle: OrderedDict[int, None] = OrderedDict()  # known and unreferenced, the least recently used first
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # those of them that the tier has not
+        self._left: OrderedDict[int, None] = OrderedDict()  # nor these, which some have left and others still use
         self._moves: list[Move] = []
+        self.saves = 0  # how many of them are
+        self.most_saves = math.inf  # how many there may be on account of blocks that are given up: what is beyond is forgotten
 
     @property
     def available(self) -> int:
@@ -52,7 +56,7 @@ class BlockPool:
 
     def take_moves(self) -> list[Move]:
         """What is to be moved now, in this order."""
-        moves, self._moves = self._moves, []
+        moves, self._moves, self.saves = self._moves, [], 0
         return moves
 
     # Blocks of sequences
@@ -65,13 +69,28 @@ class BlockPool:
         self._references[block] = 1
         return block
 
+    def allocate_all(self, count: int, saves: float = math.inf) -> list[int]:
+        """So many. Where more than `saves` of what is given up for them would have to be saved, what was used least recently is forgotten:
+        never what the rest of it follows."""
+        given_up = list(islice(self._idle, max(0, count - len(self._free))))
+        excess = sum(block in self._unsaved for block in given_up) - min(saves, self.most_saves - self.saves)
+        for block in given_up:
+            if excess <= 0:
+                break
+            if block in self._unsaved:
+                self._evict(block, save=False)
+                excess -= 1
+        return [self.allocate() for _ in range(count)]
+
     def share(self, nodes: Iterable[CacheNode]) -> list[int]:
         """Own the blocks of nodes that are in the pool; returns them as a part of a block table."""
         table = [node.block for node in nodes]
         for block in table:
             self._references[block] += 1
             self._idle.pop(block, None)
-            self._unsaved.pop(block, None)
+            if block in self._unsaved:
+                del self._unsaved[block]
+                self._left[block] = None
         return table
 
     def copy(self, source: int, target: int) -> None:
@@ -102,9 +121,12 @@ class BlockPool:
         """Give a table back. Its tail is given up before its head, so that a prefix outlives what builds on it."""
         for block in reversed(table):
             self._references[block] -= 1
-            if self._references[block]:
-                continue
             node = self._nodes.get(block)
+            if self._references[block]:
+                if node and node.slot < 0:
+                    self._left[block] = None
+                continue
+            self._left.pop(block, None)
             if node is None:
                 self._free.append(block)
                 continue
@@ -163,17 +185,20 @@ class BlockPool:
         if not self.tier or node.slot != save.slot:
             return
         self.tier.release(node)
-        if node.block < 0:
-            self.forget(node)
-        elif node.block in self._idle:
-            self._unsaved[node.block] = None
+        self._without_slot(node)
+
+    @property
+    def behind(self) -> bool:
+        """There is something to write behind."""
+        return self.tier is not None and bool(self._unsaved or self._left)
 
     def write_behind(self, most: int) -> None:
-        """Plan saves of up to `most` blocks that only the pool holds, those first that are given up first.
+        """Plan saves of up to `most` blocks that only the pool holds: those first that are still in use, since what was left after them is
+        of no use alone, then those that are given up first, which need no save then.
 
         None takes the slot of what the pool holds too, or the two would take turns for ever.
         """
-        for block in list(islice(self._unsaved, most)):
+        for block in list(islice(chain(self._left, self._unsaved), most)):
             if self.tier and self.tier.spare:
                 self._save(block)
 
@@ -189,12 +214,12 @@ class BlockPool:
         self.release([block])
         return table[0]
 
-    def _evict(self, block: int) -> None:
-        """Take an idle block from the cache; the tier gets it, if there is one."""
+    def _evict(self, block: int, save: bool = True) -> None:
+        """Take an idle block from the cache; the tier gets it, if there is one and time for it."""
         node = self._nodes[block]
         if self.tier and node.slot >= 0:
             self.tier.touch(node)  # so that there, too, it is given up after what follows it
-        elif self.tier:
+        elif self.tier and save and self.saves < self.most_saves:
             self._save(block)
         del self._idle[block], self._nodes[block]
         self._unsaved.pop(block, None)
@@ -205,14 +230,22 @@ class BlockPool:
 
     def _save(self, block: int) -> None:
         assert self.tier
-        del self._unsaved[block]
+        self._unsaved.pop(block, None)
+        self._left.pop(block, None)
         node = self._nodes[block]
-        victim = self.tier.take(node)
-        if victim and victim.block < 0:
-            self.forget(victim)
-        elif victim and victim.block in self._idle:
-            self._unsaved[victim.block] = None
+        if victim := self.tier.take(node):
+            self._without_slot(victim)
         self._moves.append(Save(block, node.slot, node))
+        self.saves += 1
+
+    def _without_slot(self, node: CacheNode) -> None:
+        """It has lost its slot."""
+        if node.block < 0:
+            self.forget(node)
+        elif node.block in self._idle:
+            self._unsaved[node.block] = None
+        else:
+            self._left[node.block] = None
 
     def _forget(self, node: CacheNode | None) -> None:
         """Of a node that the cache has removed: its block is free, or whose it is alone; so is its slot."""
@@ -223,6 +256,7 @@ class BlockPool:
         if node.block >= 0:
             del self._nodes[node.block]
             self._unsaved.pop(node.block, None)
+            self._left.pop(node.block, None)
             if node.block in self._idle:
                 del self._idle[node.block]
                 self._free.append(node.block)
@@ -247,6 +281,7 @@ class BlockPool:
         assert idle <= self._nodes.keys(), "the cache does not know an idle block"
         assert not (free & self._nodes.keys()), "the cache knows a free block"
         assert self._unsaved.keys() == {block for block in idle if self._nodes[block].slot < 0}, "an idle block is saved or not, not both"
+        assert all(block in owned and self._nodes[block].slot < 0 for block in self._left), "a block is left and not, or saved"
         for node in nodes:
             assert node.block >= 0 or node.slot >= 0, "a node is nowhere"
             parent = node.parent

@@ -20,8 +20,8 @@ _DECODES = 8
 _ROUNDS = 3  # the quickest counts
 
 
-def measure(decoder: Decoder, blocks: int, block_size: int, rows: int, context_length: int, load: float) -> StepCost:
-    """The cost of steps of up to `rows` rows, on blocks that hold nothing yet. load: milliseconds that a block takes to come back."""
+def measure(decoder: Decoder, blocks: int, block_size: int, rows: int, context_length: int, load: float, save: float = 0.0) -> StepCost:
+    """The cost of steps of up to `rows` rows, on blocks that hold nothing yet. load, save: as `Store.measure` has them."""
     far = min(_CONTEXT, blocks * block_size, context_length)
     rows = min(rows, far)
     table = np.arange(blocks, dtype=np.int64)
@@ -47,7 +47,7 @@ def measure(decoder: Decoder, blocks: int, block_size: int, rows: int, context_l
     pair, read = max(0.0, pair), max(0.0, read)
     times = [max(0.0, near[count] - pair * count * (count + 1) / 2) for count in points]
     times = np.maximum.accumulate(times).tolist()  # more rows never take less, whatever the clock says
-    return StepCost(tuple(zip(points, times, strict=True)), pair, read, load)
+    return StepCost(tuple(zip(points, times, strict=True)), pair, read, load, save)
 
 
 def one_batch(spans: list[tuple[int, int]], table: np.ndarray, block_size: int) -> Batch:

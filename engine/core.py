@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+MOST_TOP_LOGPROBS = 20  # likeliest tokens reported in one place
+PROMPT_ROWS = 32  # rows of a step that are run for their log probabilities: beside those that choose tokens there is room for so many
+
 
 class EngineError(Exception):
     """The engine could not do what was asked; `str()` says what was expected and what came."""
@@ -227,8 +230,10 @@ class Sequence:
     priority: int = 0  # 0: interactive; 1: background, until it is promoted (`waiting.py`)
     since: int = 0  # the step in which it came, or last had a turn
     shared: int = 0  # leading blocks of a prefix that all owners share
+    scored: int = 0  # leading prompt positions whose log probabilities are known, if they were asked for
     pending: list[tuple[CacheNode, int]] = field(default_factory=list)  # nodes to come from the tier, and how many tokens of each
     phase: Phase = Phase.WAITING
+    compiled: object = None  # its grammar, as `grammar.py` compiled it: filled in by whoever asks, the scheduler does not look at it
 
     @property
     def length(self) -> int:
@@ -250,6 +255,12 @@ class Chunk:
     start: int
     tokens: list[int]
     samples: bool  # the last position's logits choose the next token
+    scored: bool = False  # the logits of those positions that a prompt's token follows are wanted too
+
+    @property
+    def scores(self) -> int:
+        """How many of its positions, from the first, are there to be scored."""
+        return max(0, min(len(self.tokens), len(self.sequence.prompt) - 1 - self.start)) if self.scored else 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -265,10 +276,21 @@ class StepPlan:
 
 
 @dataclass(slots=True, frozen=True)
+class Score:
+    """How likely the model found a token, in numbers alone."""
+
+    id: int
+    logprob: float  # NaN: the logits were no numbers
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob) of the likeliest in its place, the likeliest first
+
+
+@dataclass(slots=True, frozen=True)
 class StepResult:
     """What the runner made of a plan."""
 
     tokens: list[int]  # one per chunk that samples, in the plan's order; -1: its logits were no numbers
+    scores: Mapping[int, Score] = field(default_factory=dict)  # by sequence id: of its token, where log probabilities are asked for
+    prompt_scores: Mapping[int, list[Score]] = field(default_factory=dict)  # by sequence id: of the prompt's tokens after the scored rows
 
 
 @dataclass(slots=True, frozen=True)
@@ -322,4 +344,4 @@ class Delta:
     reply: tuple[int, ...] = ()  # on the last delta: the tokens that make up the whole visible text, as a ledger keeps them
     error: str | None = None  # with FinishReason.ERROR: what happened
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `ids`, if they were asked for
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # on the first delta, if asked for: of each prompt token; None: the first has none
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # on the first delta, if asked for: one for each prompt token, None for the first

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.core import Chunk
+from engine.core import Chunk, Load, Move, Save
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,6 +22,7 @@ class StepCost:
     pair: float  # for a row of a prompt and a position it sees
     read: float  # for a decode and a position it sees
     load: float = 0.0  # for a block that comes back from the tier
+    save: float = 0.0  # for a block that goes there
 
     def of_rows(self, rows: int) -> float:
         if rows <= 0:
@@ -46,6 +47,16 @@ class StepCost:
             rows += count
             attending += self.of_decode(chunk.start + 1) if count == 1 else self.of_chunk(chunk.start, count)
         return self.of_rows(rows) + attending
+
+    def of_moves(self, moves: Iterable[Move]) -> float:
+        """What moves before a step add to it. Copies within the pool take nothing beside."""
+        took = 0.0
+        for move in moves:
+            if isinstance(move, Load):
+                took += self.load
+            elif isinstance(move, Save):
+                took += self.save
+        return took
 
     def rows_within(self, milliseconds: float, start: int, before: int, most: int) -> int:
         """How many of `most` rows at `start` a step that has `before` rows can take in, at so many more milliseconds."""

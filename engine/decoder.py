@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from engine.core import EngineOptions, Sequence
+from engine.core import PROMPT_ROWS, EngineOptions, Sequence
 from engine.weights.cache import Progress
 from engine.weights.checkpoint import Checkpoint
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.kernels.batch import Batch
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Logits = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Decoder(Protocol):
@@ -53,6 +54,14 @@ class Decoder(Protocol):
         """
         ...
 
+    def forward(self, batch: Batch) -> Logits:
+        """The first half of it: the logits float32 [len(batch.sample_rows), vocab]. They may be changed; the next step overwrites them."""
+        ...
+
+    def pick(self, sequences: list[Sequence]) -> list[int]:
+        """The second half: choose from the first rows of the logits that `forward` gave, as they now are."""
+        ...
+
 
 def sources_digest(root: Path = Path(__file__).parent) -> str:
     """Of every source file that what a decoder computes depends on."""
@@ -81,6 +90,6 @@ def load_decoder(checkpoint: Checkpoint, options: EngineOptions, blocks: int, pr
         kv_dtype=options.kv_dtype or ("float32" if options.exact else "bfloat16"),
         exact=options.exact,
         max_rows=max(options.max_step_tokens, options.lone_step_tokens),
-        max_samples=options.max_batch_size,
+        max_samples=options.max_batch_size + PROMPT_ROWS,
         progress=progress,
     )

@@ -10,6 +10,7 @@ other arithmetic are never taken for these. It holds what people said, so only i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -25,6 +26,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine import memory
 from engine.core import CacheNode, EngineError, EngineOptions
 from engine.tier import Record
 
@@ -54,8 +56,8 @@ class Store(Protocol):
         """What an earlier process left."""
         ...
 
-    def measure(self) -> float:
-        """Milliseconds that a block takes to come back."""
+    def measure(self) -> tuple[float, float]:
+        """Milliseconds that a block takes to come back, and to go there."""
         ...
 
     def close(self) -> None: ...
@@ -80,10 +82,10 @@ class MemoryStore:
         """Raises: EngineError when there is not as much."""
         self.slots = slots
         self.where = "host memory"
-        try:
-            self._blocks = np.zeros((slots, block_bytes), np.uint8)
-        except MemoryError:
-            raise EngineError(f"expected swap space that memory can hold, got {slots * block_bytes / 2**30:g} GiB") from None
+        if slots * block_bytes > (most := memory.total()):
+            got = f"{slots * block_bytes / 2**30:g} GiB of {most / 2**30:.1f} GiB"
+            raise EngineError(f"expected swap space that memory can hold, got {got}; with offload_dir it is on a disk")
+        self._blocks = np.zeros((slots, block_bytes), np.uint8)
 
     def write(self, slot: int, node: CacheNode, block: memoryview) -> bool:
         self._blocks[slot] = np.frombuffer(block, np.uint8)
@@ -96,9 +98,11 @@ class MemoryStore:
     def records(self) -> Iterator[Record]:
         yield from ()
 
-    def measure(self) -> float:
+    def measure(self) -> tuple[float, float]:
         block = memoryview(bytearray(self._blocks.shape[1]))
-        return _milliseconds(lambda slot: self.read(slot, _NOBODY, block), min(self.slots, _MEASURED))
+        fresh = MemoryStore(min(self.slots, _MEASURED), len(block))  # memory is yet to be taken, as it will be
+        save = _milliseconds(lambda slot: fresh.write(slot, _NOBODY, block), fresh.slots)
+        return _milliseconds(lambda slot: fresh.read(slot, _NOBODY, block), fresh.slots), save
 
     def close(self) -> None:
         pass
@@ -139,6 +143,8 @@ class FileStore:
             _write_all(self._file, memoryview(record), slot * self._record_bytes)
         except OSError as fault:
             self._warn("blocks cannot be kept in %s: %s", fault.strerror)
+            with contextlib.suppress(OSError):  # the slot holds nothing now: so that the next process does not look for it
+                _write_all(self._file, memoryview(bytes(len(_MAGIC))), slot * self._record_bytes)
             return False
         return True
 
@@ -170,14 +176,18 @@ class FileStore:
             if found := self._record(slot, written[slot * size : (slot + 1) * size]):
                 yield found[0]
 
-    def measure(self) -> float:
-        """From the disk, not from what the system has of it in memory."""
+    def measure(self) -> tuple[float, float]:
+        """From the disk, not from what the system has of it in memory; there, as far as a save waits for it."""
         block = memoryview(bytearray(self._block_bytes))
         try:
             with tempfile.TemporaryFile(dir=self.where) as file:
                 number = file.fileno()
-                for at in range(_MEASURED):
+
+                def write(at: int) -> None:
+                    zlib.crc32(block)
                     _write_all(number, block, at * self._stride)
+
+                save = _milliseconds(write, _MEASURED)
                 os.fsync(number)
                 os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -185,10 +195,11 @@ class FileStore:
                     os.preadv(number, [block], at * self._stride)
                     zlib.crc32(block)
 
-                return _milliseconds(read, _MEASURED)
+                return _milliseconds(read, _MEASURED), save
         except OSError as fault:
             self._warn("blocks cannot be kept in %s: %s", fault.strerror)
-            return 0.0  # what is there already may still be worth reading
+            # What is there already may still be worth reading; and once there is room, a save takes its checksum at least.
+            return 0.0, _milliseconds(lambda at: zlib.crc32(block), _MEASURED)
 
     def close(self) -> None:
         os.close(self._file)

@@ -9,8 +9,9 @@ price of the rows that take as long. A prompt that fits a step is not parted: if
 where its last token would have run anyway, and the one before it has a shorter step. Longer ones take what is left.
 
 When the pool runs dry the newest background sequence, or else the newest, is preempted: its blocks become evictable (to the tier, if there
-is one), its tokens stay, and what is left of its KV is found again when it goes on. So the oldest always progresses, and each time one is
-crowded out it waits for twice the room. (Continuous batching: Orca, OSDI 2022; chunked prefill: Sarathi-Serve, OSDI 2024.)
+is one and time: `room.py`), its tokens stay, and what is left of its KV is found again when it goes on. So the oldest always progresses,
+and each time one is crowded out it waits for twice the room. (Continuous batching: Orca, OSDI 2022; chunked prefill: Sarathi-Serve, OSDI
+2024.)
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
+from engine.alike import Alike
 from engine.blocks import BlockPool
 from engine.core import Chunk, FinishReason, Load, Move, Phase, Save, Sequence, StepPlan, StepResult
 from engine.cost import Drift, StepCost
 from engine.prefix_cache import Match
+from engine.room import LEAST_MS, LONGEST_MS, Room
 from engine.waiting import AGE, Waiting
 
-LEAST_ROWS = 4  # of a prompt in a step, whatever they take: it must come to an end
-LONGEST_MS = 1000.0  # predicted, of a step that delays no decode: a newcomer and a cancel wait for its end
+RETRY = 256  # steps: a disk that is full is not asked again in each
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,36 +54,6 @@ class Sampled:
     finish: FinishReason | None
 
 
-@dataclass(slots=True)
-class _Room:
-    """What a step has left for prefills."""
-
-    tokens: int
-    milliseconds: float
-    rows: int  # that it has already
-    cost: StepCost | None
-    least: int = LEAST_ROWS  # that fit, whatever they take
-
-    @property
-    def open(self) -> bool:
-        return self.tokens > 0 and self.milliseconds > 0
-
-    def fits(self, start: int, count: int) -> int:
-        """How many of `count` rows at `start`."""
-        count = min(count, self.tokens) if self.open else 0
-        if self.cost is None or self.milliseconds == math.inf:
-            return count
-        return max(self.cost.rows_within(self.milliseconds, start, self.rows, count), min(count, self.least))
-
-    def take(self, start: int, count: int) -> None:
-        if self.cost and self.milliseconds != math.inf:
-            more = self.cost.of_rows(self.rows + count) - self.cost.of_rows(self.rows) + self.cost.of_chunk(start, count)
-            self.milliseconds -= more
-        self.tokens -= count
-        self.rows += count
-        self.least = 0
-
-
 class Scheduler:
     def __init__(self, pool: BlockPool, limits: Limits, cost: StepCost | None = None) -> None:
         """`cost` is needed for `max_step_ms`, and says what a block from the tier takes."""
@@ -93,11 +65,13 @@ class Scheduler:
         self.limits = limits
         self.cost = cost
         self.drift = Drift()  # of steps that read prompts; whoever times them tells it
-        self.waiting = Waiting(limits.policy, self._known, limits.age)
+        self.waiting = Waiting(limits.policy, self._known, limits.age, self._held)
         self.running: list[Sequence] = []  # interactive before background, then the oldest first
         self.step = 0  # counts plans
         self.longest = min(limits.context_length, pool.blocks * pool.block_size)  # tokens a sequence can ever have
         self._load_rows = cost.load_rows() if cost else 1
+        self._alike = Alike(pool.block_size, self._known, _findable)
+        self._quiet_until = 0  # the step before which nothing is written behind
 
     @property
     def idle(self) -> bool:
@@ -111,11 +85,19 @@ class Scheduler:
             self.waiting.arrive(sequence, self.step)
         for sequence in aborts:
             self.finish(sequence)
+        if self.waiting:
+            self._alike.begin(self.running, self.step)
         self._promote()
         self._make_way()
+        self.pool.most_saves = self._most_saves()
         chunks = self._decodes()
-        if self.waiting or len(chunks) < len(self.running):
-            chunks += self._prefills(self._room(chunks))
+        prompts, behind = self.waiting or len(chunks) < len(self.running), self._behind
+        if prompts or behind:
+            room = self._room(chunks)
+            if prompts:
+                chunks += self._prefills(room)
+            if behind and chunks:
+                self._write_behind(chunks, room)
         return StepPlan(chunks, self.pool.take_moves())
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[Sampled]:
@@ -126,6 +108,8 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.computed = computed = chunk.start + len(chunk.tokens)
+            if chunk.scored:
+                sequence.scored = max(sequence.scored, chunk.start + chunk.scores)
             if computed // size > len(sequence.chain):
                 self.pool.remember(sequence)
             if chunk.samples:
@@ -142,6 +126,8 @@ class Scheduler:
         blocks = set()
         for move in failed:
             if isinstance(move, Save):
+                if move.node.parent:  # else it was given up again
+                    self._quiet_until = self.step + RETRY
                 self.pool.unsaved(move)
                 continue
             if isinstance(move, Load):
@@ -161,6 +147,7 @@ class Scheduler:
             self._stop(sequence, Phase.FINISHED)
         elif sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
+            self._alike.stop(sequence)
         sequence.phase = Phase.FINISHED
 
     # Decodes
@@ -191,7 +178,7 @@ class Scheduler:
 
     # Prefills
 
-    def _room(self, decodes: list[Chunk]) -> _Room:
+    def _room(self, decodes: list[Chunk]) -> Room:
         """A sequence that is alone keeps nobody waiting who is there already, so its steps may be longer."""
         alone = len(self.running) + len(self.waiting) == 1
         tokens = max(self.limits.max_step_tokens, self.limits.lone_step_tokens if alone else 0) - len(decodes)
@@ -199,10 +186,12 @@ class Scheduler:
         if self.cost and not decodes:
             milliseconds = LONGEST_MS / self.drift.ratio
         elif self.cost and self.limits.max_step_ms:
-            milliseconds = max(0.1, self.limits.max_step_ms / self.drift.ratio - self.cost.of_step(decodes))
-        return _Room(tokens, milliseconds, len(decodes), self.cost)
+            milliseconds = max(LEAST_MS, self.limits.max_step_ms / self.drift.ratio - self.cost.of_step(decodes))
+        room = Room(tokens, milliseconds, len(decodes), self.cost)
+        room.take_saves(self.pool.saves)
+        return room
 
-    def _prefills(self, room: _Room) -> list[Chunk]:
+    def _prefills(self, room: Room) -> list[Chunk]:
         chunks: list[Chunk] = []
         begun = [s for s in self.running if s.pending or s.length - s.computed > 1]
         whole, full = replace(room), False
@@ -227,17 +216,21 @@ class Scheduler:
     def _turn(self, sequence: Sequence) -> tuple[int, int, int, int]:
         return self.waiting.rank(sequence, self.step)
 
-    def _continue(self, sequence: Sequence, room: _Room) -> list[Chunk]:
+    def _continue(self, sequence: Sequence, room: Room) -> list[Chunk]:
         """Run as much of a prompt as there is room for, once what the tier has of it is there."""
         self._load(sequence, room)
         count = 0 if sequence.pending else room.fits(sequence.computed, sequence.length - sequence.computed)
+        if _unscored(sequence):
+            count = min(count, room.scores)
         if not count:
             return []
         room.take(sequence.computed, count)
         self.waiting.serve(sequence, count, self.step)
-        return [self._chunk(sequence, count)]
+        chunk = self._chunk(sequence, count)
+        room.scores -= chunk.scores
+        return [chunk]
 
-    def _start(self, sequence: Sequence, room: _Room, whole: _Room) -> bool:
+    def _start(self, sequence: Sequence, room: Room, whole: Room) -> bool:
         """Let a waiting sequence in, if there is room for it in this step and blocks for all its tokens."""
         found = self._match(sequence)
         known = found.tokens(self.pool.block_size)
@@ -245,16 +238,19 @@ class Scheduler:
         fits = room.fits(known, left)
         if not fits or fits < left <= whole.fits(known, left):
             return False
-        return self._admit(sequence, found)
+        return self._admit(sequence, found, room)
 
     def _match(self, sequence: Sequence) -> Match:
-        """What is known of a waiting sequence. At least one token must run, or there would be no logits to sample from (E15)."""
-        found = self.pool.cache.match(sequence.salt, sequence.tokens(0, sequence.length - 1), sequence.shared, sequence.found)
+        """What is known of a waiting sequence."""
+        found = self.pool.cache.match(sequence.salt, sequence.tokens(0, _findable(sequence)), sequence.shared, sequence.found)
         sequence.found = found.chain
         return found
 
     def _known(self, sequence: Sequence) -> int:
         return self._match(sequence).tokens(self.pool.block_size)
+
+    def _held(self, sequence: Sequence) -> bool:
+        return self._alike.held(sequence, self.waiting.priority)
 
     def _blocks_short(self, sequence: Sequence, found: Match) -> int:
         """How many blocks are missing to let a sequence in."""
@@ -265,14 +261,16 @@ class Scheduler:
             spare = 0  # promoted: those who crowded it out give way to it now
         return needed + spare - (self.pool.available - self.pool.evictable(here))
 
-    def _admit(self, sequence: Sequence, found: Match) -> bool:
+    def _admit(self, sequence: Sequence, found: Match, room: Room) -> bool:
         if self._blocks_short(sequence, found) > 0:
             return False
         pool, part, size = self.pool, found.part, self.pool.block_size
         here = [node for node in found.chain if node.block >= 0]
         source = part.block if part and len(here) == len(found.chain) else -1
+        saves = pool.saves
         sequence.table = pool.share(here)
-        sequence.table += [pool.allocate() for _ in range(pool.blocks_for(sequence.length) - len(here))]
+        sequence.table += pool.allocate_all(pool.blocks_for(sequence.length) - len(here), room.saves(saves))
+        room.take_saves(pool.saves - saves)
         sequence.chain = here
         sequence.computed = len(here) * size
         sequence.pending = [(node, size) for node in found.chain[len(here) :]]
@@ -286,9 +284,10 @@ class Scheduler:
         sequence.phase, sequence.found = Phase.RUNNING, []
         insort(self.running, sequence, key=self._rank)
         self.waiting.start(sequence)
+        self._alike.start(sequence)
         return True
 
-    def _load(self, sequence: Sequence, room: _Room) -> None:
+    def _load(self, sequence: Sequence, room: Room) -> None:
         """Bring back what the tier has of a sequence, as far as there is room in this step."""
         while sequence.pending and room.open:
             node, count = sequence.pending.pop(0)
@@ -305,8 +304,31 @@ class Scheduler:
             sequence.computed += count
             if not (sequence.preemptions or sequence.output):
                 sequence.cached = sequence.computed
-            room.tokens -= self._load_rows
-            room.milliseconds -= self.cost.load if self.cost else 0.0
+            room.take_load(self._load_rows)
+
+    # Saving
+
+    def _most_saves(self) -> float:
+        """How many blocks that are given up may be saved in this step."""
+        if not (self.pool.tier and self.cost):
+            return math.inf
+        starts = [s.computed for s in self.running if s.length - s.computed == 1]
+        decodes = self.cost.of_rows(len(starts)) + self.cost.of_decode(sum(starts) + len(starts))
+        most = (self.limits.max_step_ms or LONGEST_MS) / self.drift.ratio
+        return Room(1, most - decodes, len(starts), self.cost).saves()
+
+    @property
+    def _behind(self) -> bool:
+        return bool(self.pool.behind and self.cost and self.step >= self._quiet_until)
+
+    def _write_behind(self, chunks: list[Chunk], room: Room) -> None:
+        """Save a little of what nobody uses, so that it is not lost with the process, nor all to be saved when it is given up."""
+        assert self.cost
+        pool, planned = self.pool, self.pool.saves
+        most = room.saves_behind(self.cost.of_step(chunks), planned)
+        pool.write_behind(most)
+        if most and pool.saves == planned:  # no slot is spare
+            self._quiet_until = self.step + RETRY
 
     # Giving way
 
@@ -326,33 +348,13 @@ class Scheduler:
         """Preempt those who hold what the next of those who wait has more right to. Before a step is planned: nobody loses a turn in it."""
         while self.running and (self.waiting.owners > 1 or self.waiting.priority(self.running[-1])):
             sequence = self.waiting.next(self.step)
-            victim = self._victim(sequence) if sequence else None
+            victim = self.waiting.victim(sequence, self.running, self.limits.max_batch_size) if sequence else None
             if not (sequence and victim):
                 return
             full = len(self.running) >= self.limits.max_batch_size
             if not full and self._blocks_short(sequence, self._match(sequence)) <= 0:
                 return
             self._preempt(victim)
-
-    def _victim(self, sequence: Sequence) -> Sequence | None:
-        """Who gives way to a waiting sequence: the newest background one, if this one is not; or the newest of an owner that has more than
-        its share of the batch, and was served more, if this one's owner has less."""
-        newest, waiting = self.running[-1], self.waiting
-        priority = waiting.priority(sequence)
-        if waiting.priority(newest) > priority:
-            return newest
-        share = max(1, self.limits.max_batch_size // waiting.owners)
-        if waiting.running(sequence) >= share:
-            return None
-        served = waiting.served(sequence)
-        return next(
-            (
-                running
-                for running in reversed(self.running)
-                if waiting.priority(running) == priority and waiting.running(running) > share and waiting.served(running) > served
-            ),
-            None,
-        )
 
     def _preempt(self, sequence: Sequence) -> None:
         self.pool.keep_tail(sequence)
@@ -362,6 +364,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence, phase: Phase) -> None:
         """A sequence runs no longer: its blocks go, its tokens stay."""
         self.running.remove(sequence)
+        self._alike.stop(sequence)
         self.pool.release(sequence.table)
         sequence.table, sequence.chain, sequence.pending = [], [], []
         sequence.phase = phase
@@ -373,12 +376,24 @@ class Scheduler:
     @staticmethod
     def _chunk(sequence: Sequence, count: int) -> Chunk:
         start = sequence.computed
-        return Chunk(sequence, start, sequence.tokens(start, start + count), samples=start + count == sequence.length)
+        return Chunk(sequence, start, sequence.tokens(start, start + count), start + count == sequence.length, _unscored(sequence))
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling, generated = sequence.sampling, len(sequence.output)
-        if token in sampling.stop_ids or (token in self.limits.eos_ids and not sampling.ignore_eos):
+        ends = not sampling.ignore_eos or sampling.grammar  # a grammar allows it only where nothing else need come
+        if token in sampling.stop_ids or (token in self.limits.eos_ids and ends):
             return FinishReason.STOP
         if generated >= sampling.max_tokens or len(sequence.prompt) + generated >= self.longest:
             return FinishReason.LENGTH
         return None
+
+
+def _findable(sequence: Sequence) -> int:
+    """How many of its tokens the cache may give: one has to run, or there would be no logits to sample from (E15), and all whose log
+    probabilities are wanted."""
+    return sequence.scored if _unscored(sequence) else sequence.length - 1
+
+
+def _unscored(sequence: Sequence) -> bool:
+    """Log probabilities of its prompt are wanted, and not all known: those of its last position are not the prompt's."""
+    return sequence.sampling.prompt_logprobs and sequence.scored < len(sequence.prompt) - 1

@@ -10,8 +10,9 @@ weightiest first:
 3. Of several owners, the one that was served least is next: each token run counts, by priority (virtual token counter: Sheng et al.,
    "Fairness in Serving Large Language Models", OSDI 2024). An owner that had nothing waiting joins level with the least served of those
    who have, so nobody saves up turns.
-4. Of an owner's requests: `fcfs`, in order of arrival; `lpm`, the one with the longest known prefix, but for those that have waited AGE
-   steps, which go first, in order of arrival.
+4. Of an owner's requests: `fcfs`, in order of arrival; `lpm`, the one with the longest known prefix, but for two kinds that go before it,
+   each in order of arrival: first those that were preempted, since somebody may be reading them, then those that have waited AGE steps.
+   (None starves: while a preempted one waits, no other of its owner starts that could be preempted in its turn.)
 """
 
 from __future__ import annotations
@@ -39,11 +40,18 @@ class _Owner:
 
 
 class Waiting:
-    def __init__(self, policy: str = "fcfs", known: Callable[[Sequence], int] = lambda sequence: 0, age: int = AGE) -> None:
-        """`known`: how many of a sequence's tokens the cache has."""
+    def __init__(
+        self,
+        policy: str = "fcfs",
+        known: Callable[[Sequence], int] = lambda sequence: 0,
+        age: int = AGE,
+        held: Callable[[Sequence], bool] = lambda sequence: False,
+    ) -> None:
+        """`known`: how many of a sequence's tokens the cache has; `held`: whether it holds back (`alike.py`), and is not next."""
         self.policy = policy
         self.age = age
         self._known = known
+        self._held = held
         self._owners: dict[bytes, _Owner] = {}
         self._length = 0
         self._promoted: Sequence | None = None  # the last one
@@ -117,14 +125,38 @@ class Waiting:
 
     def next(self, step: int) -> Sequence | None:
         """Whose turn it is."""
-        oldest = [group[0] for owner in self._owners.values() if (group := owner.waiting[0] or owner.waiting[1])]
+        oldest = [free for owner in self._owners.values() if (free := next(self._free(*owner.waiting), None))]
         first = min(oldest, key=lambda sequence: self.rank(sequence, step), default=None)
         if first is None or self.policy == "fcfs":
             return first
-        group = self._owners[first.salt].waiting[self.priority(first)]
+        group = list(self._free(self._owners[first.salt].waiting[self.priority(first)]))
+        if begun := next((sequence for sequence in group if sequence.preemptions), None):
+            return begun
         if aged := next((sequence for sequence in group if step - sequence.since >= self.age), None):
             return aged
         return max(group[:LOOKED_AT], key=self._known)
+
+    def victim(self, sequence: Sequence, running: list[Sequence], places: int) -> Sequence | None:
+        """Who of those who run, the newest last, gives way to a waiting sequence: the newest background one, if this one is not; or the
+        newest of an owner that has more than its share of so many places, and was served more, if this one's owner has less."""
+        newest, priority = running[-1], self.priority(sequence)
+        if self.priority(newest) > priority:
+            return newest
+        share = max(1, places // self.owners)
+        if self.running(sequence) >= share:
+            return None
+        served = self.served(sequence)
+        return next(
+            (
+                other
+                for other in reversed(running)
+                if self.priority(other) == priority and self.running(other) > share and self.served(other) > served
+            ),
+            None,
+        )
+
+    def _free(self, *groups: list[Sequence]) -> Iterator[Sequence]:
+        return (sequence for group in groups for sequence in group if not self._held(sequence))
 
     def due(self, busy: bool) -> bool:
         """Once a step: whether a background request may be promoted. busy: interactive ones are running."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine import sampler
+from engine import memory, sampler
 from engine.core import ModelConfig, Sequence
 from engine.kernels import reference as kernels
 from engine.kernels.batch import Batch
@@ -57,8 +57,13 @@ class Llama:
         self.cos, self.sin = (torch.from_numpy(table).to(dtype) for table in rope.tables(config, config.context_length))
 
     def new_cache(self, blocks: int, block_size: int) -> torch.Tensor:
-        """[layers, 2 (keys, values), blocks, block_size, kv_heads, head_dim]; memory is taken as blocks are first written."""
+        """[layers, 2 (keys, values), blocks, block_size, kv_heads, head_dim]; memory is taken as blocks are first written.
+
+        Raises: EngineError when there is not as much
+        """
         config = self.config
+        token_bytes = config.layers * 2 * config.kv_heads * config.head_dim * self.dtype.itemsize
+        memory.check_pool(blocks * block_size, blocks * block_size * token_bytes)
         return torch.zeros(config.layers, 2, blocks, block_size, config.kv_heads, config.head_dim, dtype=self.dtype)
 
     def forward(self, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
@@ -109,6 +114,7 @@ class ReferenceDecoder:
         self.cache = self.model.new_cache(blocks, block_size)
         self.identity = f"reference torch {torch.__version__}"
         self.block_bytes = self.cache[:, :, 0].nbytes
+        self._logits = torch.empty(0, checkpoint.config.vocab_size)  # of the last step
 
     def copy_block(self, source: int, target: int) -> None:
         self.cache[:, :, target] = self.cache[:, :, source]
@@ -119,7 +125,18 @@ class ReferenceDecoder:
     def load_block(self, block: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self.cache[:, :, block] = torch.from_numpy(data.copy()).view(self.cache.dtype).view_as(self.cache[:, :, block])
 
-    @torch.inference_mode()
     def choose(self, batch: Batch, sequences: list[Sequence]) -> list[int]:
         """Run a step's rows and choose a token for each sampled one; -1 where the logits hold a NaN."""
-        return sampler.sample(self.model.forward(batch, self.cache), sequences)
+        self.forward(batch)
+        return self.pick(sequences)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Run a step's rows; the logits of the sampled ones, which may be changed."""
+        self._logits = self.model.forward(batch, self.cache)
+        return self._logits.numpy()
+
+    @torch.inference_mode()
+    def pick(self, sequences: list[Sequence]) -> list[int]:
+        """Choose from the first rows of these logits."""
+        return sampler.sample(self._logits[: len(sequences)], sequences)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine import memory
 from engine.core import EngineError, ModelError, Sequence
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import attention as at
@@ -87,7 +88,8 @@ class CpuLlama:
         cache_dir: where compiled kernels are kept. threads: 0 for one per core. kv_dtype: "float32", "bfloat16" or "int8". exact:
         activations stay float32. max_rows, max_samples: the most rows of a step, and the most of which logits are wanted.
 
-        Raises: ModelError when the model's shape or the block size is not one these kernels take; EngineError when they cannot run.
+        Raises: ModelError when the model's shape or the block size is not one these kernels take; EngineError when they cannot run, or
+        memory cannot hold the KV of so many blocks.
         """
         config = self.config = packed.config
         _check(packed, block_size)
@@ -105,7 +107,9 @@ class CpuLlama:
         self._step = np.zeros(ro.STEP_FIELDS, np.int64)
         self._made = program = _Program()
         # Zeros: memory is taken as pages are first written, and no lane of a page ever holds a NaN that nobody wrote.
-        self._cache = np.zeros((blocks * block_size // kv.PAGE, config.layers, layer_bytes), np.uint8)
+        pages = blocks * block_size // kv.PAGE
+        memory.check_pool(blocks * block_size, pages * config.layers * layer_bytes)
+        self._cache = np.zeros((pages, config.layers, layer_bytes), np.uint8)
         self._logits = np.empty((max_samples, self._vocab_stride), np.float32)
         self._longest = min(config.context_length, blocks * block_size)  # positions
         self._parts = max(PARTS, -(-blocks * block_size // SPAN) + 8 * self._threads)  # each lone row's last tile may be a part of one
@@ -152,7 +156,7 @@ class CpuLlama:
     def forward(self, batch: Batch) -> Array:
         """Run a step's rows, writing their K and V into the cache.
 
-        Returns logits float32 [len(batch.sample_rows), vocab], overwritten by the next step.
+        Returns logits float32 [len(batch.sample_rows), vocab], overwritten by the next step; they may be changed before `pick`.
         """
         self._run(batch)
         return self._logits[: len(batch.sample_rows), : self.config.vocab_size]
@@ -164,6 +168,19 @@ class CpuLlama:
         self._step[ro.CHOICES], self._step[ro.CHOSEN] = records.ctypes.data, chosen.ctypes.data
         try:
             self._run(batch)
+        finally:
+            self._step[ro.CHOICES] = 0
+        return chosen.tolist()
+
+    def pick(self, sequences: list[Sequence]) -> list[int]:
+        """Choose from the first rows of the logits that `forward` gave, as they now are: the program's last stage alone."""
+        records = self._choices.prepare(sequences)
+        chosen = np.empty(len(sequences), np.int64)
+        program = self._program[-1:].copy()
+        program[:, ITEMS], program[:, CHUNK] = len(sequences), 1
+        self._step[ro.CHOICES], self._step[ro.CHOSEN] = records.ctypes.data, chosen.ctypes.data
+        try:
+            self._team.run(program, self._step)
         finally:
             self._step[ro.CHOICES] = 0
         return chosen.tolist()

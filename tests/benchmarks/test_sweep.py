@@ -80,6 +80,17 @@ async def test_gaps_are_taken_before_and_beside_the_long_prompt(server: Server, 
 
 
 @pytest.mark.slow
+async def test_gaps_may_be_taken_once_others_have_filled_the_pool(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("STREAMS", 2), ("PROMPT", 300), ("REPLY", 600), ("QUIET", 30)):
+        monkeypatch.setattr(gaps, name, value)
+    quiet, beside, long = await gaps.measure(server, 7, fills=2)
+    assert beside
+    assert len(quiet) > 10
+    assert long.prompt_tokens > 300
+    assert not long.cached_tokens or long.cached_tokens < 100, "each prompt is another"
+
+
+@pytest.mark.slow
 async def test_a_sweep_s_load_is_played_to_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("REPLY", 5), ("QUESTIONS", (20, 40))):
         monkeypatch.setattr(sweep, name, value)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,9 +75,9 @@ async def test_tokenising_leaves_the_loop_alone(batcher: Batcher, monkeypatch: p
     threads = []
     real = batcher._engine.template.prompt
 
-    def watched(messages: list[Message]) -> Prompt:
+    def watched(*arguments: Any) -> Prompt:
         threads.append(threading.current_thread().name)
-        return real(messages)
+        return real(*arguments)
 
     monkeypatch.setattr(batcher._engine.template, "prompt", watched)
     await batcher.prompt([Message("user", "hi")])

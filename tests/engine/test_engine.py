@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -213,6 +215,39 @@ def test_owners_share_the_whole_blocks_of_the_operators_system_message(sharing: 
     assert late.cached == shared
 
 
+OPENED = ("\n\nhello", "\n", "\n\n\n", " hello", "   ", "", "7", "42", "漢字", "ひ", "\t\tx", "\r\n", "\n \n", "ß", "“so”", "user")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_whatever_the_user_begins_with_the_operators_blocks_are_shared(tiny_checkpoint: Checkpoint, tmp_path: Path, size: int) -> None:
+    """The template's line feed before the first word is another token where the user's begin with two."""
+    made = json.loads(tiny_checkpoint.tokenizer_path.read_text())
+    made["model"]["merges"][-1] = ["Ċ", "Ċ"]
+    vocabulary = made["model"]["vocab"]
+    vocabulary["ĊĊ"] = vocabulary.pop(max(vocabulary, key=vocabulary.__getitem__))
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(made))
+    checkpoint = copy.copy(tiny_checkpoint)
+    checkpoint.tokenizer_path = path
+    engine = new_engine(checkpoint, max_total_tokens=4096, block_size=size, shared_prefixes=(OPERATORS,))
+    assert engine.tokenizer.encode_plain("\n\n") == [vocabulary["ĊĊ"]]
+    hit(engine, chat(engine, "hello you"), b"operator")
+    system = engine.template.prompt([Message("system", OPERATORS), Message("user", "a")]).ids
+    least = (front(engine, system) - 1) // size * size
+    for at, text in enumerate(OPENED):
+        assert hit(engine, chat(engine, text), b"%d" % at) >= least, repr(text)
+
+
+def test_what_is_asked_at_once_computes_a_common_system_message_once(tiny_checkpoint: Checkpoint) -> None:
+    """Of one owner: while the first one's prompt is read, no other's is that begins alike."""
+    engine = new_engine(tiny_checkpoint, max_total_tokens=4096, max_step_tokens=2048)
+    asked = [ask(id, chat(engine, f"{id} hello"), 4) for id in range(8)]
+    run(engine, {0: asked})
+    assert asked[0].cached == 0
+    assert {one.cached for one in asked[1:]} == {front(engine, asked[0].prompt)}
+    assert [len(step.prefills) for step in engine.steps][:2] == [1, 7]
+
+
 def test_two_owners_share_while_both_run(sharing: Engine, oracle: LlamaForCausalLM) -> None:
     """The blocks are there once, and stay while either runs; each goes on with its own words, and so does its next turn."""
     both = [ask(id, chat(sharing, text), 12, salt) for id, (text, salt) in enumerate([("hello you", b"a"), ("hello you", b"b")])]
@@ -261,3 +296,22 @@ def test_steps_are_held_against_their_prediction(tiny_checkpoint: Checkpoint) ->
     run(engine, {0: [asked]})
     assert asked.cached == 39
     assert engine.scheduler.drift.ratio == before, "all of these steps were decodes"
+
+
+def test_a_step_that_fails_is_not_held_against_its_prediction(tiny_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it took to fail says nothing of what steps take."""
+    engine = new_engine(tiny_checkpoint, max_step_ms=50)
+    run(engine, {0: [ask(0, [5] * 40, 8)]})
+    before = engine.scheduler.drift.ratio
+    with monkeypatch.context() as broken:
+
+        def fails(plan: StepPlan) -> StepResult:
+            assert plan.tokens > len(plan.chunks), "it reads a prompt"
+            raise RuntimeError("out of luck")
+
+        broken.setattr(engine.runner, "run", fails)
+        (deltas,) = run(engine, {0: [ask(1, [6] * 40, 8)]}).values()
+        assert deltas[-1].finish is FinishReason.ERROR
+        assert engine.scheduler.drift.ratio == before
+    run(engine, {0: [ask(2, [7] * 40, 8)]})
+    assert engine.scheduler.drift.ratio != before

@@ -236,3 +236,70 @@ def test_an_idle_moment_keeps_what_only_the_pool_holds_also_in_a_small_tier() ->
         assert not pool._unsaved
         pool.check([])
     assert known(pool, [40, 41, 42, 43]) == 4
+
+
+def test_what_some_have_left_and_others_still_use_is_kept_first() -> None:
+    """What follows it would be of no use without it after a restart. Nobody has left what only one ever used, and uses still."""
+    pool = pool_of(8, slots=8)
+    stays = ran(pool, [1, 2, 3, 4])
+    pool.write_behind(9)
+    assert not pool.behind
+    leaves = ran(pool, LONG)
+    left, shared = [*leaves.chain], [*stays.chain]
+    assert left[:2] == shared
+    end(pool, leaves)
+    assert pool.behind
+    pool.check([stays.table])
+    pool.write_behind(9)
+    saved = [move.node for move in pool.take_moves() if isinstance(move, Save)]
+    assert saved[: len(shared)] == list(reversed(shared))
+    assert set(saved) == set(left)
+    pool.release(stays.table)
+    pool.check([])
+    assert not pool.behind
+
+
+def test_what_is_idle_and_then_used_again_before_it_was_kept_is_kept_too() -> None:
+    pool = pool_of(6, slots=6)
+    end(pool, ran(pool, LONG))
+    nodes = chain(pool, LONG)
+    table = pool.share(nodes[:2])
+    pool.check([table])
+    pool.write_behind(9)
+    moves = pool.take_moves()
+    assert {move.node for move in moves if isinstance(move, Save)} == set(nodes)
+    pool.unsaved(moves[0])  # type: ignore[arg-type]
+    pool.check([table])
+    assert pool.behind, "and tried again if it could not be"
+    pool.release(table)
+    pool.check([])
+    pool.write_behind(9)
+    assert len(pool.take_moves()) == 1
+
+
+def test_of_many_given_up_at_once_only_the_last_used_are_saved_where_not_all_may_be() -> None:
+    """So that what is saved follows nothing that is forgotten."""
+    pool = pool_of(6, slots=6)
+    end(pool, ran(pool, LONG))
+    old = chain(pool, LONG)
+    end(pool, ran(pool, [7, 7, 8, 8, 9, 9]))
+    new = chain(pool, [7, 7, 8, 8, 9, 9])
+    table = pool.allocate_all(5, saves=3)
+    assert [move.node for move in pool.take_moves() if isinstance(move, Save)] == [old[0], new[2], new[1]]
+    assert [node.slot >= 0 for node in (*old, *new)] == [True, False, False, False, True, True]
+    assert new[0].block >= 0
+    pool.check([table])
+
+
+def test_no_more_is_saved_for_all_that_is_given_up_than_the_step_may() -> None:
+    pool = pool_of(6, slots=6)
+    end(pool, ran(pool, LONG), ran(pool, [7, 7, 8, 8, 9, 9]))
+    pool.most_saves = 2
+    table = [pool.allocate(), pool.allocate(), pool.allocate()]
+    assert pool.saves == 2
+    table += pool.allocate_all(2)
+    assert (pool.saves, len(pool.take_moves()), pool.saves) == (2, 2, 0)
+    pool.check([table])
+    table.append(pool.allocate())
+    assert pool.saves == 1, "the next step may again"
+    pool.check([table])

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,24 @@ RUN = len(PROMPT) + 40 - 1  # tokens of a first turn whose KV exists: the last t
 def _worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model may well compute faster than this disk reads."""
     for store in (MemoryStore, FileStore):
-        monkeypatch.setattr(store, "measure", lambda self: 0.0)
+        monkeypatch.setattr(store, "measure", lambda self: (0.0, 0.0))
 
 
 @pytest.fixture
 def cold(quantised: Checkpoint, new_engine: NewEngine) -> Engine:
     return new_engine(quantised)
+
+
+@pytest.fixture
+def new_in_file(quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path) -> NewEngine:
+    """Makes engines whose tier is one file, unless options say otherwise."""
+    return partial(new_engine, quantised, swap_space=gib(100), offload_dir=tmp_path)
+
+
+@pytest.fixture(params=["memory", "file"])
+def new_tiered(request: pytest.FixtureRequest, quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path) -> NewEngine:
+    """Makes engines whose tier is in memory or in a file."""
+    return partial(new_engine, quantised, **({"offload_dir": tmp_path} if request.param == "file" else {}))
 
 
 def gib(blocks: int) -> float:
@@ -54,6 +67,12 @@ def first(prompt: list[int] = PROMPT, salt: bytes = b"mine", id: int = 0) -> Seq
     return ask(id, prompt, 40, salt, temperature=1.0, seed=7)
 
 
+def begun(engine: Engine) -> Engine:
+    """It has run `first`."""
+    run(engine, {0: [first()]})
+    return engine
+
+
 def second(engine: Engine, salt: bytes = b"mine", prompt: list[int] = PROMPT, id: int = 1) -> Sequence:
     """The turn after `first`, which any engine answers in the same way."""
     answer = ids_of(run(engine, {0: [first(prompt, b"asked for " + salt)]})[0])
@@ -62,6 +81,19 @@ def second(engine: Engine, salt: bytes = b"mine", prompt: list[int] = PROMPT, id
 
 def again(sequence: Sequence, salt: bytes | None = None) -> Sequence:
     return Sequence(sequence.id, salt or sequence.salt, sequence.prompt, sequence.sampling)
+
+
+def hit(engine: Engine, turn: Sequence) -> int:
+    """How many tokens were found."""
+    run(engine, {0: [turn]})
+    return turn.cached
+
+
+def hit_as_cold(engine: Engine, cold: Engine, turn: Sequence, salt: bytes) -> int:
+    """The same; and the logits are those of `cold`, which has run nothing of `salt` yet."""
+    wanted = listen(cold, again(turn, salt))[turn.id]
+    np.testing.assert_array_equal(listen(engine, turn)[turn.id], wanted)
+    return turn.cached
 
 
 def save_all(engine: Engine) -> None:
@@ -101,35 +133,25 @@ def crowd(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"exact": True}, {"block_size": 32}])
-@pytest.mark.parametrize("where", ["memory", "file"])
 def test_what_was_moved_out_comes_back_bit_for_bit(
-    quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path, where: str, options: dict[str, Any]
+    quantised: Checkpoint, new_engine: NewEngine, new_tiered: NewEngine, options: dict[str, Any]
 ) -> None:
     """E17: the whole conversation, its last block too, partly filled; and another one in its place."""
     cold = new_engine(quantised, **options)
-    folder = {"offload_dir": tmp_path} if where == "file" else {}
-    engine = new_engine(quantised, max_total_tokens=512, swap_space=gib(400), **folder, **options)
-    run(engine, {0: [first()]})
+    engine = begun(new_tiered(max_total_tokens=512, swap_space=gib(400), **options))
     came = loads(engine)
     for round in range(2):
         crowd(engine)
         came.clear()
-        turn = second(cold, id=round)
-        wanted = listen(cold, again(turn, b"%d" % round))[round]
-        np.testing.assert_array_equal(listen(engine, turn)[round], wanted)
-        assert turn.cached >= RUN
+        assert hit_as_cold(engine, cold, second(cold, id=round), b"%d" % round) >= RUN
         assert len(came) >= -(-RUN // engine.scheduler.pool.block_size)
         engine.scheduler.pool.check([])
 
 
-@pytest.mark.parametrize("where", ["memory", "file"])
 @pytest.mark.parametrize("slots", [1, 3, 14])
-def test_with_a_full_tier_work_goes_on(
-    quantised: Checkpoint, new_engine: NewEngine, cold: Engine, tmp_path: Path, where: str, slots: int
-) -> None:
+def test_with_a_full_tier_work_goes_on(new_tiered: NewEngine, cold: Engine, slots: int) -> None:
     """E17: four conversations take turns in a pool that holds one and a half, and a tier that holds one at most."""
-    folder = {"offload_dir": tmp_path} if where == "file" else {}
-    engine = new_engine(quantised, max_total_tokens=320, swap_space=gib(slots), **folder)
+    engine = new_tiered(max_total_tokens=320, swap_space=gib(slots))
     chats = {salt: random.Random(salt[0]).choices(range(3, 300), k=100) for salt in (b"a", b"b", b"c", b"d")}
     for turn in range(4):
         asked = {
@@ -174,29 +196,24 @@ def restarted(engine: Engine, clean: bool) -> None:
 
 @pytest.mark.parametrize("clean", [False, True])
 def test_a_conversation_goes_on_after_a_restart(
-    quantised: Checkpoint, new_engine: NewEngine, cold: Engine, tmp_path: Path, clean: bool, caplog: pytest.LogCaptureFixture
+    new_in_file: NewEngine, cold: Engine, clean: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """E12, E18: killed when idle, or stopped; from the file, to the last token that was run. And once more."""
     caplog.set_level(logging.INFO)
-    options = {"swap_space": gib(100), "offload_dir": tmp_path}
-    engine = new_engine(quantised, **options)
+    engine = new_in_file()
     assert ids_of(run(engine, {0: [first()]})[0]) == ids_of(run(cold, {0: [first(salt=b"cold")]})[0])
     restarted(engine, clean)
-    engine = new_engine(quantised, **options)
+    engine = new_in_file()
     assert "12 blocks of earlier conversations are in" in caplog.text
     came = loads(engine)
     turn = second(cold)
-    wanted = listen(cold, again(turn, b"colder"))[1]
-    np.testing.assert_array_equal(listen(engine, turn)[1], wanted)
-    assert turn.cached == RUN
+    assert hit_as_cold(engine, cold, turn, b"colder") == RUN
     assert len(came) == 12
-    assert run(engine, {0: [stranger := again(turn, b"another's")]})
-    assert stranger.cached == 0
+    assert hit(engine, again(turn, b"another's")) == 0
     restarted(engine, clean)
-    engine = new_engine(quantised, **options)
+    engine = new_in_file()
     third = ask(2, [*turn.prompt, *turn.output, 9, 9], 10, b"mine")
-    np.testing.assert_array_equal(listen(engine, third)[2], listen(cold, again(third, b"coldest"))[2])
-    assert third.cached == len(turn.prompt) + 20 - 1
+    assert hit_as_cold(engine, cold, third, b"coldest") == len(turn.prompt) + 20 - 1
 
 
 AT = 5  # the block that is damaged
@@ -216,13 +233,10 @@ def over(file: Any, at: int, data: bytes) -> None:
 
 @pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_block_is_computed_anew(
-    quantised: Checkpoint, new_engine: NewEngine, cold: Engine, tmp_path: Path, damage: str, running: bool
-) -> None:
+def test_a_damaged_block_is_computed_anew(new_in_file: NewEngine, cold: Engine, tmp_path: Path, damage: str, running: bool) -> None:
     """E17: while the server runs, or before it starts. What comes before it is used, and so is all that is another conversation's."""
-    options = {"swap_space": gib(400), "offload_dir": tmp_path, "max_total_tokens": 512}
-    engine = new_engine(quantised, **options)
-    run(engine, {0: [first()]})
+    options = {"swap_space": gib(400), "max_total_tokens": 512}
+    engine = begun(new_in_file(**options))
     run(engine, {0: [first(OTHER)]})
     save_all(engine)
     node = engine.scheduler.pool.cache.match(b"mine", PROMPT).chain[AT]
@@ -234,34 +248,27 @@ def test_a_damaged_block_is_computed_anew(
     with path.open("r+b") as file:
         DAMAGES[damage](file, node.slot * 128, -(-slots * 128 // 4096) * 4096 + node.slot * BLOCK)
     if not running:
-        engine = new_engine(quantised, **options)
+        engine = new_in_file(**options)
     for prompt, known in ((OTHER, RUN), (PROMPT, AT * 16)):
         turn = second(cold, prompt=prompt)
-        np.testing.assert_array_equal(listen(engine, turn)[1], listen(cold, again(turn, b"%d" % known))[1])
-        assert turn.cached == known
+        assert hit_as_cold(engine, cold, turn, b"%d" % known) == known
         engine.scheduler.pool.check([])
     save_all(engine)
     crowd(engine)
     turn = ask(3, [*turn.prompt, *turn.output, 9], 4, b"mine")
-    run(engine, {0: [turn]})
-    assert turn.cached == len(turn.prompt) - 2, "it is kept again"
+    assert hit(engine, turn) == len(turn.prompt) - 2, "it is kept again"
 
 
-def test_a_file_that_is_emptied_under_a_running_server_costs_only_time(
-    quantised: Checkpoint, new_engine: NewEngine, cold: Engine, tmp_path: Path
-) -> None:
-    engine = new_engine(quantised, swap_space=gib(400), offload_dir=tmp_path, max_total_tokens=512)
-    run(engine, {0: [first()]})
+def test_a_file_that_is_emptied_under_a_running_server_costs_only_time(new_in_file: NewEngine, cold: Engine, tmp_path: Path) -> None:
+    engine = begun(new_in_file(swap_space=gib(400), max_total_tokens=512))
     crowd(engine)
     (path,) = tmp_path.iterdir()
     os.truncate(path, 0)
     turn = second(cold)
-    np.testing.assert_array_equal(listen(engine, turn)[1], listen(cold, again(turn, b"colder"))[1])
-    assert turn.cached == 0
+    assert hit_as_cold(engine, cold, turn, b"colder") == 0
     crowd(engine)
     turn = ask(3, [*turn.prompt, *turn.output, 9], 4, b"mine")
-    run(engine, {0: [turn]})
-    assert turn.cached == len(turn.prompt) - 2
+    assert hit(engine, turn) == len(turn.prompt) - 2
 
 
 @pytest.mark.parametrize(
@@ -281,9 +288,7 @@ def test_kv_of_another_arithmetic_is_never_read(
     quantised: Checkpoint, new_engine: NewEngine, cold: Engine, tmp_path: Path, tiny_folder: Path, change: dict[str, Any] | str
 ) -> None:
     options: dict[str, Any] = {"swap_space": gib(100), "offload_dir": tmp_path / "tier"}
-    engine = new_engine(quantised, **options)
-    run(engine, {0: [first()]})
-    restarted(engine, clean=False)
+    restarted(begun(new_engine(quantised, **options)), clean=False)
     other = quantised
     if change == "model":
         config = tiny.config(hidden_size=64, intermediate_size=96, head_dim=32, context_length=512)
@@ -293,9 +298,7 @@ def test_kv_of_another_arithmetic_is_never_read(
         assert isinstance(change, dict)
         options |= change
     engine = new_engine(other, **options)
-    turn = second(cold)
-    run(engine, {0: [turn]})
-    assert turn.cached == 0
+    assert hit(engine, second(cold)) == 0
     kill(engine)
 
 
@@ -316,17 +319,13 @@ def test_another_source_is_another_arithmetic(tmp_path: Path, changed: str) -> N
     assert decoder.sources_digest(tmp_path) != decoder.sources_digest()
 
 
-def test_two_servers_on_one_folder(quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path) -> None:
-    options = {"swap_space": gib(100), "offload_dir": tmp_path}
-    engine = new_engine(quantised, **options)
-    run(engine, {0: [first()]})
+def test_two_servers_on_one_folder(new_in_file: NewEngine, tmp_path: Path) -> None:
+    engine = begun(new_in_file())
     with pytest.raises(EngineError, match=f"expected an offload folder that no other server uses, got {tmp_path}"):
-        new_engine(quantised, **options)
+        new_in_file()
     restarted(engine, clean=True)
-    engine = new_engine(quantised, **options)
-    turn = second(engine)
-    run(engine, {0: [turn]})
-    assert turn.cached == RUN
+    engine = new_in_file()
+    assert hit(engine, second(engine)) == RUN
     kill(engine)
 
 
@@ -356,12 +355,9 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     yield folder
 
 
-def test_a_full_disk_only_loses_blocks(
-    quantised: Checkpoint, new_engine: NewEngine, cold: Engine, small_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_only_loses_blocks(new_in_file: NewEngine, cold: Engine, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is told once, replies are what they are, and the engine comes to rest."""
-    engine = new_engine(quantised, swap_space=gib(400), offload_dir=small_disk, max_total_tokens=512)
-    run(engine, {0: [first()]})
+    engine = begun(new_in_file(swap_space=gib(400), offload_dir=small_disk, max_total_tokens=512))
     for round in range(3):
         crowd(engine)
         rests = 0
@@ -370,19 +366,14 @@ def test_a_full_disk_only_loses_blocks(
             assert rests <= 512 // 16
         for _ in range(5):
             assert not engine.rest(), "nothing more can be done"
-        turn = second(cold, id=round)
-        np.testing.assert_array_equal(listen(engine, turn)[round], listen(cold, again(turn, b"%d" % round))[round])
+        hit_as_cold(engine, cold, second(cold, id=round), b"%d" % round)
         engine.scheduler.pool.check([])
     assert [record.levelno for record in caplog.records if "cannot be kept" in record.message] == [logging.WARNING]
     engine.close()
 
 
-def test_what_a_full_disk_refused_is_kept_once_there_is_room(
-    quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"swap_space": gib(100), "offload_dir": tmp_path}
-    engine = new_engine(quantised, **options)
-    run(engine, {0: [first()]})
+def test_what_a_full_disk_refused_is_kept_once_there_is_room(new_in_file: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = begun(new_in_file())
 
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -392,21 +383,17 @@ def test_what_a_full_disk_refused_is_kept_once_there_is_room(
         assert not engine.rest()
     save_all(engine)
     kill(engine)
-    engine = new_engine(quantised, **options)
-    turn = second(engine)
-    run(engine, {0: [turn]})
-    assert turn.cached == RUN
+    engine = new_in_file()
+    assert hit(engine, second(engine)) == RUN
     kill(engine)
 
 
-def test_a_turn_that_runs_at_the_end_is_kept_too(quantised: Checkpoint, new_engine: NewEngine, tmp_path: Path) -> None:
-    engine = new_engine(quantised, swap_space=gib(100), offload_dir=tmp_path)
+def test_a_turn_that_runs_at_the_end_is_kept_too(new_in_file: NewEngine) -> None:
+    engine = new_in_file()
     cut = ask(0, PROMPT, 40, b"mine")
     engine.step([cut])
     while len(cut.output) < 5:
         engine.step()
     engine.close()
-    later = new_engine(quantised, swap_space=gib(100), offload_dir=tmp_path)
     following = ask(1, [*PROMPT, *cut.output[:4], 7], 2, b"mine")
-    run(later, {0: [following]})
-    assert following.cached >= len(PROMPT) + 4 - 1, "one that is alone in its block may be quicker to compute"
+    assert hit(new_in_file(), following) >= len(PROMPT) + 4 - 1, "one that is alone in its block may be quicker to compute"

@@ -40,6 +40,26 @@ def test_the_longest_prefix_policy_does_not_starve_a_cold_request(batch: int) ->
             server.until(lambda asked=cold: asked.output, hot, within=turn(batch))  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("waited", [1, 2 * AGE])
+def test_a_reply_that_gave_its_place_away_goes_on_at_the_next_one(policy: str, waited: int) -> None:
+    """Though its owner has new requests of which more is known, some of which have waited for long."""
+    server = Server(batch=2, blocks=400, policy=policy, age=AGE)
+    hot = Crowd(server, prompt=2, head=4 * HEAD)
+    known, old, new = server.ask(prompt=2, head=4 * HEAD), server.ask(reply=100), server.ask(reply=100)
+    server.step(known)
+    server.until(ended(known))
+    server.step(old, new)
+    server.steps(waited, hot)
+    other = server.ask(reply=5, owner=b"b")
+    server.step(other)
+    server.until(lambda: new.phase is Phase.WAITING, hot, within=2)
+    said = len(new.output)
+    server.until(ended(other), hot)
+    assert len(new.output) == said > 0
+    server.until(lambda: len(new.output) > said, hot, within=2)
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("blocks", [64, 12])
 def test_background_requests_do_not_starve_beside_endless_interactive_ones(batch: int, blocks: int) -> None:

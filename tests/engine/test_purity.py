@@ -16,7 +16,7 @@ from engine.core import Copy, Load, Save, Sequence, StepPlan
 from tests.engine.test_storms import Workload
 
 ROOT = Path(__file__).parents[2]
-PURE = ("scheduler", "waiting", "blocks", "prefix_cache", "tier", "cost")
+PURE = ("scheduler", "waiting", "alike", "room", "blocks", "prefix_cache", "tier", "cost")
 STANDARD = {"__future__", "array", "bisect", "collections", "collections.abc", "dataclasses", "hashlib", "itertools", "math", "operator"}
 IMPURE = {"open", "print", "input", "exec", "eval", "__import__", "id", "hash"}  # the last two differ from run to run
 

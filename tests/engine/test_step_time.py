@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from engine.core import Chunk, Load, Phase, Sequence, StepPlan
+from engine.core import Chunk, Load, Phase, Save, Sequence, StepPlan
 from engine.cost import StepCost
-from engine.scheduler import LEAST_ROWS, Scheduler
+from engine.room import LEAST_ROWS, LEAST_SAVES, LONGEST_MS
+from engine.scheduler import Scheduler
 from engine.tier import Tier
 from tests.engine.fakes import FakeRunner, sequence
 from tests.engine.test_scheduler import A_ROW, BLOCK, check, make, step
@@ -114,7 +115,7 @@ def test_blocks_that_come_back_take_their_time_too() -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_in_storms_steps_with_decodes_keep_to_the_time_and_none_of_these_misses_one(part: int) -> None:
-    """E9: but for the few rows that a prompt always has, or the last block that comes back."""
+    """E9: but for the few rows that a prompt always has, the last block that comes back, or the one that is always saved."""
     watched = 0
     for seed in range(part, 240, 4):
         workload = Workload(seed)
@@ -143,15 +144,16 @@ def watch(scheduler: Scheduler) -> None:
 
 
 def in_time(plan: StepPlan, decodes: list[Chunk], cost: StepCost, most: float) -> None:
-    loads = sum(isinstance(move, Load) for move in plan.moves)
+    loads, saves = (sum(isinstance(move, kind) for move in plan.moves) for kind in (Load, Save))
     prompts = [chunk for chunk in plan.chunks if chunk not in decodes]
-    took = cost.of_step(plan.chunks) + cost.load * loads
+    moved = cost.load * loads + cost.save * max(0, saves - LEAST_SAVES)
+    took = cost.of_step(plan.chunks) + moved
     limit = max(most, cost.of_step(decodes) + 0.1) + 1e-9
     if took <= limit:
         return
     without = [took - cost.load] if loads else []
     if len(prompts) == 1 and len(prompts[0].tokens) <= LEAST_ROWS:
-        without.append(cost.of_step(decodes) + cost.load * loads)
+        without.append(cost.of_step(decodes) + moved)
     assert without, f"{took:.2f} ms, {limit:.2f} at most"
     assert min(without) <= limit
 
@@ -164,6 +166,16 @@ def test_a_step_that_was_preempted_out_of_its_decodes_has_no_such_bound() -> Non
     plans(scheduler, runner, 1, [background])
     assert plans(scheduler, runner, 1, [sequence(1, [2] * 50, 3)]) == [[(1, 50)]]
     assert background.phase is Phase.WAITING
+
+
+@pytest.mark.parametrize("most", [0, 60])
+def test_where_nobody_waits_for_a_token_a_step_is_bounded_too(most: float) -> None:
+    """A newcomer and a cancel wait for its end: on a slow machine a long prompt comes in steps of a second at most."""
+    slow = StepCost(rows=((1, 10.0), (2, 20.0)), pair=0, read=0)
+    scheduler, runner = make(budget=800, context=1600, blocks=400, cost=slow, max_step_ms=most), FakeRunner(BLOCK)
+    assert plans(scheduler, runner, 2, [sequence(0, [1] * 250, 2)]) == [[(0, LONGEST_MS / 10)]] * 2
+    scheduler.drift.ratio = 2.0
+    assert plans(scheduler, runner, 2) == [[(0, LONGEST_MS / 20)], [(0, 1)]]
 
 
 def test_without_a_bound_a_step_takes_what_it_takes_also_where_its_time_is_known() -> None:

@@ -17,7 +17,7 @@ from tests.engine.fakes import FakeRunner, sequence
 WORKLOADS, PARTS = 1000, 8
 ARRIVING = 60  # steps during which requests come
 LONGEST = 3000  # steps in which every workload must end
-COST = StepCost(rows=((1, 1.0), (64, 8.0)), pair=0.01, read=0.005, load=0.1)
+COST = StepCost(rows=((1, 1.0), (64, 8.0)), pair=0.01, read=0.005, load=0.1, save=0.2)
 
 
 class Workload:

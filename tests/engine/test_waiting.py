@@ -218,13 +218,36 @@ def test_of_equally_known_prefixes_the_first_to_come_is_next() -> None:
 
 
 def test_one_that_ran_lately_does_not_hide_those_behind_it_who_have_waited_long() -> None:
+    """It waits again because its KV could not be moved, which is no preemption."""
     older, cold, hot = one(0), one(1), one(2)
     waiting = queue(older, cold, hot, policy="lpm", known={2: 50})
     start(waiting, older)
     waiting.serve(older, 5, AGE - 1)
     preempt(waiting, older)
+    older.preemptions = 0
     asked = waiting.next(AGE)
     assert asked is cold
+
+
+@pytest.mark.parametrize("step", [1, AGE - 1, AGE, 3 * AGE])
+def test_who_was_preempted_goes_before_its_owners_new_requests_whatever_is_known_of_these(step: int) -> None:
+    """And however long they have waited: somebody may be reading it. Wherever it stands among them; of several, the first to come."""
+    begun, later, new = one(LOOKED_AT + 7), one(LOOKED_AT + 9), [one(id) for id in range(LOOKED_AT + 5)]
+    waiting = queue(*new, begun, later, policy="lpm", known={asked.id: 50 for asked in [*new, later]})
+    for asked in (later, begun):
+        start(waiting, asked)
+        waiting.serve(asked, 5, step)
+        preempt(waiting, asked)
+    assert order(waiting, step)[:3] == [begun.id, later.id, 0]
+
+
+def test_who_was_preempted_has_no_claim_on_other_owners_turns() -> None:
+    begun = one(0)
+    waiting = queue(begun, one(1), one(2, b"b"), one(3, b"b"), policy="lpm", known={1: 50, 3: 50})
+    start(waiting, begun)
+    waiting.serve(begun, 5, 1)
+    preempt(waiting, begun)
+    assert order(waiting, rows=4) == [3, 2, 0, 1]
 
 
 def test_the_longest_prefix_is_looked_for_among_the_first_ones_of_the_next_owner_only() -> None:

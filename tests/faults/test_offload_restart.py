@@ -92,6 +92,48 @@ def test_a_conversation_is_reopened_from_the_file(new_server: Callable[..., Serv
     assert again["usage"]["input_tokens"] == second["usage"]["input_tokens"]
 
 
+@pytest.mark.parametrize("flags", [(), ("--max-total-tokens", "2048")])
+def test_a_conversation_that_ended_on_a_busy_server_is_reopened_after_a_kill(
+    new_server: Callable[..., Server], folder: Path, flags: tuple[str, ...]
+) -> None:
+    """Somebody else's reply runs all the time. Each of its steps keeps a block at least, so a short turn after it is time enough."""
+    server = new_server("--offload-dir", str(folder), *flags).start()
+    with Wire(server.url) as wire:
+        wire.create(input="Count.", **(GREEDY | {"max_output_tokens": 1500}))
+        stream = wire.receive()["response"]["id"]
+        first = first_turn(server)
+        run = first["usage"]["total_tokens"] - 1
+        ask(server, "Hello", max_output_tokens=-(-run // BLOCK) + 4)
+        assert httpx.get(f"{server.url}/v1/responses/{stream}").json()["status"] == "in_progress", "it was never idle"
+        server.stop(kill=True)
+    server.start()
+    second, text = ask(server, "And then?", previous_response_id=first["id"])
+    assert cached(second) == run
+    server.stop()
+    server.flags = flags
+    server.start()
+    again, wanted = ask(server, "And then?", previous_response_id=first["id"])
+    assert (cached(again), text) == (0, wanted)
+
+
+def test_a_log_in_memory_does_not_keep_the_kv_from_being_found_again(new_server: Callable[..., Server], folder: Path) -> None:
+    """Stateless clients bring their chats themselves. What names the owners' KV is where the KV is."""
+    server = new_server("--offload-dir", str(folder), "--store", "memory").start()
+    messages = [{"role": "user", "content": "Tell me a story of the sea."}]
+
+    def say() -> dict[str, Any]:
+        asked = {"model": server.model, "messages": messages, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).raise_for_status().json()
+        messages.extend([answer["choices"][0]["message"], {"role": "user", "content": "And then?"}])
+        return dict(answer["usage"])
+
+    run = say()["total_tokens"] - 1
+    wait_until_kept(folder, -(-run // BLOCK))
+    server.restart(kill=True)
+    assert say()["prompt_tokens_details"]["cached_tokens"] == run
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_conversation_whose_client_keeps_it_is_reopened_too(new_server: Callable[..., Server], folder: Path) -> None:
     """The whole chat is sent each time, and some of its replies encode otherwise than they were generated."""
     server = new_server("--offload-dir", str(folder)).start()
