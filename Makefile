@@ -7,18 +7,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH := $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 
-# Debian's names. Without venv in the interpreter, python3-venv is added.
+# Debian's names; with COMMAND: before one, only where there is no such command. Without venv in the interpreter, python3-venv is added.
 RUN_PACKAGES := ca-certificates libgomp1
-TEST_PACKAGES := chromium fonts-noto-color-emoji
+CHECK_PACKAGES := $(RUN_PACKAGES) openssl
+TEST_PACKAGES := $(CHECK_PACKAGES) chromium fonts-noto-color-emoji nginx:nginx node:nodejs npm:npm
 PACKAGES ?= $(RUN_PACKAGES)
 
-.PHONY: help system install serve test check format bench clean
+.PHONY: help system install serve test test-clients check format bench clean
 
 help:
-	@echo "make serve | test | check | format | bench | install | system | clean"
+	@echo "make serve | test | test-clients | check | format | bench | install | system | clean"
 
 system:
 	@scripts/system-packages $(PYTHON) $(PACKAGES)
@@ -39,11 +41,23 @@ $(VENV)/installed-test: $(VENV)/installed
 serve: install
 	@$(BIN)/hocket serve $(ARGS)
 
-test: PACKAGES := $(RUN_PACKAGES) $(TEST_PACKAGES)
+test: PACKAGES := $(TEST_PACKAGES)
 test: system $(VENV)/installed-test
 	$(BIN)/hocket model
 	$(BIN)/python -m pytest $(ARGS)
 
+# Other people's clients, in an environment of their own: docs/clients.md
+$(CLIENTS)/installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+test-clients: PACKAGES := $(TEST_PACKAGES)
+test-clients: system $(VENV)/installed-test $(CLIENTS)/installed
+	$(BIN)/hocket model
+	$(BIN)/python -m pytest $(ARGS) tests/clients
+
+check: PACKAGES := $(CHECK_PACKAGES)
 check: system $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -58,4 +72,4 @@ bench: system $(VENV)/installed-test
 	@$(BIN)/hocket bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

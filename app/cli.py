@@ -40,6 +40,12 @@ GRACE_SECONDS = 10  # for open requests when the server is asked to stop
 PING_SECONDS = 20.0
 BACKLOG = 2048
 
+# What uvicorn says of a client's doing, as of an error here, though the client was told: any page could fill the log.
+_NOT_OURS = (
+    "ASGI callable returned without completing handshake.",  # of an upgrade that is refused with an HTTP answer, which ends the handshake
+    "Invalid UTF-8 sequence received from client.",  # with a traceback
+)
+
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130  # exit codes
 
 
@@ -82,7 +88,8 @@ def serve(settings: Settings) -> int:
         from app.server import create_app
 
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-        url = f"http://{_authority(shown, listeners[0].getsockname()[1])}"
+        scheme = "https" if settings.tls_cert else "http"
+        url = f"{scheme}://{_authority(shown, listeners[0].getsockname()[1])}"
         _server(_plain_faults(create_app(settings)), settings, url).run(sockets=listeners)
     except SystemExit:  # uvicorn's way to say that the start failed; the reason is in the log
         return FAILED
@@ -220,7 +227,9 @@ def _server(app: ASGIApp, settings: Settings, url: str) -> uvicorn.Server:
             ws_per_message_deflate=False,  # more than doubles an idle connection's memory, and token frames are small
             lifespan="on",
             log_config=None,
-            access_log=False,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+            access_log=settings.log_level == "debug",
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
@@ -258,12 +267,17 @@ def _plain_faults(app: ASGIApp) -> ASGIApp:
 
 
 def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    # uvicorn says so of every upgrade that is refused with an HTTP answer, though the handshake ends by that: any page could fill the log.
-    refused = "ASGI callable returned without completing handshake."
-    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg != refused)
+    from app.request_ids import NamesRequests
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"))
+    handler.addFilter(NamesRequests())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.msg not in _NOT_OURS)
     if level == "info":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)  # at info it has a line for each connection
+    if level == "debug":
+        logging.getLogger("uvicorn.error").setLevel(logging.INFO)  # at debug it has every header, keys included, and every frame
 
 
 class _Meter:

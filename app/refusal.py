@@ -30,11 +30,13 @@ class Refusal:
         hint = self._hint
         return {"type": "error", "status": self.status, "error": self.error | ({"retry_after": hint} if hint else {})}
 
-    def response(self) -> Response:
+    def response(self, request_id: str | None = None) -> Response:
+        """request_id: to be told in the body too."""
         hint = self._hint
         # Whole seconds are the standard; the official SDKs prefer the finer one. (RFC 9110, section 10.2.3)
         headers = {"retry-after": str(math.ceil(hint)), "retry-after-ms": str(math.ceil(1000 * hint))} if hint else {}
-        return json_response({"error": self.error}, self.status, headers)
+        named = {"request_id": request_id} if request_id else {}
+        return json_response({"error": self.error, **named}, self.status, headers)
 
     @property
     def _hint(self) -> float | None:

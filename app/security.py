@@ -8,12 +8,9 @@ is looked up by Host.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -21,12 +18,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from app.ephemeral import EphemeralKey
+from app.keys import KeyRefusedError, Keys, header_values
 from app.refusal import Refusal
+from app.request_ids import request_id_of
 
-LOCAL_OWNER = "local"  # everyone, where no keys are asked for
 NOT_AUTHENTICATED = 4401  # close code; official clients do not reconnect on it
 SUBPROTOCOLS = ("hocket", "realtime")  # the ones we speak
-KEY_SUBPROTOCOL = "openai-insecure-api-key."  # followed by the key: the one place where a browser's WebSocket can put it
 PUBLIC_PATHS = frozenset({"/", "/healthz", "/readyz"})
 PUBLIC_FOLDERS = ("/static/", "/c/")  # the page's files, and the page under a conversation's address
 
@@ -42,7 +40,6 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _WEB_SCHEMES = {"http": "http", "https": "https", "ws": "http", "wss": "https"}  # of a scope -> of a page of the same origin
 _AUTHORITY = re.compile(r"(?P<name>[a-z0-9_](?:[a-z0-9._-]*[a-z0-9_])?|\[[0-9a-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
 _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<authority>[^/?#@]+)", re.ASCII)
-_KEY = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", re.ASCII)  # what may stand in a WebSocket subprotocol (RFC 9110, token)
 
 T = TypeVar("T")
 Authority = tuple[str, int | None]  # name or address (IPv6 without brackets, shortest form), port if one is given
@@ -89,68 +86,6 @@ def own_hosts(bound: str) -> list[str]:
     return [f"[{bound}]" if ":" in bound else bound, *loopback]
 
 
-class KeyRefusedError(Exception):
-    """No API key, or none that is known. The message never holds what was offered."""
-
-
-class Keys:
-    """The API keys and their owners. Without any, everyone is the owner `local`."""
-
-    def __init__(self, owners: Mapping[str, str]) -> None:
-        """owners: key -> owner; several keys may have one owner."""
-        self._owners = [(_digest(key), owner) for key, owner in owners.items()]
-
-    def owner(self, scope: Scope) -> str:
-        """Whose key the request carries: as Bearer, in `api-key`, or in an offered subprotocol. Raises: KeyRefusedError."""
-        if not self._owners:
-            return LOCAL_OWNER
-        offered = _offered_keys(scope)
-        if not offered:
-            raise KeyRefusedError("expected an API key (Authorization: Bearer KEY), got none")
-        found = None
-        for digest in map(_digest, offered):
-            for known, owner in self._owners:  # all of them, always: the time taken tells nothing
-                if hmac.compare_digest(known, digest):
-                    found = owner
-        if found is None:
-            raise KeyRefusedError("expected a valid API key, got one that is not known here")
-        return found
-
-
-class KeyFileError(ValueError):
-    """A key file that cannot be used; says in which line, never which key."""
-
-
-def read_keys(path: Path) -> dict[str, str]:
-    """Key -> owner from a file with `key owner` on each line; empty lines and those that begin with `#` are skipped.
-
-    Raises: KeyFileError.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as fault:
-        reason = fault.strerror if isinstance(fault, OSError) else "it is not UTF-8 text"
-        raise KeyFileError(f"expected a file of API keys at {path}: {reason}") from None
-    owners: dict[str, str] = {}
-    seen: dict[str, int] = {}  # key -> line
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        where = f"{path}, line {number}"
-        if len(words) != 2:
-            raise KeyFileError(f"{where}: expected a key and an owner, got {len(words)} {'words' if len(words) > 1 else 'word'}")
-        key, owner = words
-        if _KEY.fullmatch(key) is None:
-            raise KeyFileError(f"{where}: expected a key of letters, digits and !#$%&'*+.^_`|~- only (`openssl rand -hex 32` makes one)")
-        if key in owners:
-            raise KeyFileError(f"{where}: the key of line {seen[key]} again")
-        owners[key], seen[key] = owner, number
-    if not owners:
-        raise KeyFileError(f"expected at least one key in {path}, got none")
-    return owners
-
-
 def chosen_subprotocol(scope: Scope) -> str | None:
     """The subprotocol to accept a WebSocket with: one that we speak, if it is offered; never the one that holds a key."""
     return next((name for name in SUBPROTOCOLS if name in scope.get("subprotocols", ())), None)
@@ -166,10 +101,17 @@ def owner_of(scope: Scope) -> str:
     return owner
 
 
+def ephemeral_key_of(scope: Scope) -> EphemeralKey | None:
+    """The ephemeral key that a WebSocket was opened with, if it was."""
+    key: EphemeralKey | None = scope["state"]["ephemeral"]
+    return key
+
+
 class Guard:
     """ASGI middleware, outermost: lets through what comes from an allowed host and page with a valid key.
 
-    On every path that needs a key `owner_of(scope)` is known from then on. Pages of an allowed foreign origin get CORS headers.
+    On every path that needs a key `owner_of(scope)` and `ephemeral_key_of(scope)` are known from then on. Pages of an allowed foreign
+    origin get CORS headers.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str], origins: Iterable[str], keys: Keys) -> None:
@@ -186,14 +128,14 @@ class Guard:
                 allow_origins=[_spelled(*origin) for origin in self._origins],
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
+                expose_headers=["x-request-id"],
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        if scope["type"] == "http":
-            send = _with_security_headers(send)
+        send = _with_security_headers(send) if scope["type"] == "http" else _with_reasons(scope, receive, send)
         refusal = self._foreign(scope)
         if refusal is not None:
             await _refuse(refusal, scope, receive, send)
@@ -202,7 +144,7 @@ class Guard:
 
     def _foreign(self, scope: Scope) -> Refusal | None:
         """Why the request's Host or Origin is refused, if it is."""
-        hosts = _headers(scope, b"host")
+        hosts = header_values(scope, b"host")
         if len(hosts) != 1:
             return Refusal(400, f"expected one Host header, got {len(hosts)}", "invalid_host")
         host = parse_authority(hosts[0])
@@ -214,7 +156,7 @@ class Guard:
         if (name, None) not in self._hosts and (name, port) not in self._hosts:
             return Refusal(403, f"the host {hosts[0]} is not this server's: --allowed-hosts adds names", "host_not_allowed")
 
-        origins = _headers(scope, b"origin")
+        origins = header_values(scope, b"origin")
         if not origins:
             return None
         origin = parse_origin(origins[0]) if len(origins) == 1 else None
@@ -225,14 +167,15 @@ class Guard:
     async def _check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket" or not _is_public(scope["path"]):
             try:
-                scope.setdefault("state", {})["owner"] = self._keys.owner(scope)
+                caller = self._keys.caller(scope)
             except KeyRefusedError as fault:
                 refusal = Refusal(401, str(fault), "invalid_api_key")
-                if scope["type"] == "websocket" and _headers(scope, b"origin"):
+                if scope["type"] == "websocket" and header_values(scope, b"origin"):
                     await _tell_page(refusal, scope, receive, send)
                 else:
                     await _refuse(refusal, scope, receive, send)
                 return
+            scope.setdefault("state", {}).update(owner=caller.owner, ephemeral=caller.ephemeral)
         await self._app(scope, receive, send)
 
 
@@ -243,7 +186,8 @@ async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) 
         if "websocket.http.response" not in scope.get("extensions", {}):
             await send({"type": "websocket.close", "code": 1008})  # the server makes an HTTP 403 of it
             return
-    response = refusal.response()
+    # A client whose WebSocket is refused may be shown the body and no header.
+    response = refusal.response(request_id_of(scope) if scope["type"] == "websocket" else None)
     if refusal.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     await response(scope, receive, send)
@@ -269,26 +213,24 @@ def _with_security_headers(send: Send) -> Send:
     return send_with_headers
 
 
+def _with_reasons(scope: Scope, receive: Receive, send: Send) -> Send:
+    """Routing closes an upgrade that no route takes: answer it with a reason instead of the server's bare 403."""
+    accepted = "websocket.http.response" not in scope.get("extensions", {})
+
+    async def send_with_reason(message: Message) -> None:
+        nonlocal accepted
+        if message["type"] == "websocket.close" and not accepted:
+            refusal = Refusal(404, f"{scope['path']} does not exist, or takes no WebSocket", "not_found")
+            await refusal.response(request_id_of(scope))(scope, receive, send)
+        else:
+            accepted = True
+            await send(message)
+
+    return send_with_reason
+
+
 def _is_public(path: str) -> bool:
     return path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDERS)
-
-
-def _headers(scope: Scope, name: bytes) -> list[str]:
-    # Lower-cased here: not every WebSocket server class does, whatever ASGI says.
-    return [value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name]
-
-
-def _offered_keys(scope: Scope) -> list[str]:
-    bearers = [value.partition(" ") for value in _headers(scope, b"authorization")]
-    keys = [token.strip() for scheme, _, token in bearers if scheme.lower() == "bearer"]
-    keys += _headers(scope, b"api-key")
-    keys += [name.removeprefix(KEY_SUBPROTOCOL) for name in scope.get("subprotocols", ()) if name.startswith(KEY_SUBPROTOCOL)]
-    return [key for key in keys if key]
-
-
-def _digest(key: str) -> bytes:
-    """Of equal length for every key, so that comparing takes equally long."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _required(parsed: T | None, kind: str, text: str) -> T:

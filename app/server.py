@@ -19,16 +19,21 @@ from starlette.types import ASGIApp
 
 from app import page
 from app.api.chat_completions import ChatCompletions
+from app.api.completions import Completions
 from app.api.conversations import ConversationsApi
 from app.api.errors import ApiError, refusal
+from app.api.generate import Generate
 from app.api.health import Health
 from app.api.models import Models
+from app.api.realtime.http import Realtime
 from app.api.responses.http import Responses
 from app.conversations.errors import ConversationError
 from app.conversations.segment_file import SegmentFile
 from app.conversations.segments import Segments
 from app.conversations.service import Conversations
+from app.ephemeral import EphemeralKeys
 from app.refusal import Refusal
+from app.request_ids import RequestIds
 from app.security import Guard
 from app.settings import Settings
 from app.store import Store, StoreError
@@ -42,6 +47,8 @@ log = logging.getLogger(__name__)
 
 
 def create_app(settings: Settings) -> ASGIApp:
+    ephemeral_keys = EphemeralKeys()  # issued and accepted by this process alone
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with _opened_store(settings) as store, _opened_segments(settings) as segments:
@@ -53,7 +60,10 @@ def create_app(settings: Settings) -> ASGIApp:
             models = Models(batcher, settings.model_name)
             adapters = (
                 Responses(conversations, models),
+                Realtime(conversations, models, ephemeral_keys),
                 ChatCompletions(conversations, models),
+                Completions(conversations, models, batcher),
+                Generate(conversations, models),
                 ConversationsApi(conversations),
                 models,
                 Health(batcher, store, models),
@@ -70,7 +80,7 @@ def create_app(settings: Settings) -> ASGIApp:
     handlers = {HTTPException: _answer_http} | dict.fromkeys(refused, _answer)
     app = Starlette(lifespan=lifespan, exception_handlers=handlers)
     app.state.max_body_bytes = settings.max_frame_bytes
-    return Guard(app, settings.hosts, settings.allowed_origins, settings.keys)
+    return RequestIds(Guard(app, settings.hosts, settings.allowed_origins, settings.keys(ephemeral_keys)))
 
 
 @asynccontextmanager
@@ -135,7 +145,9 @@ def engine_options(settings: Settings) -> EngineOptions:
 
 def _salts(settings: Settings) -> Callable[[str], bytes]:
     """Each owner's root for prefix blocks: derived from a secret that no client sees, so that none can choose or guess another's."""
-    secret = secrets.token_bytes(32) if settings.store == "memory" else _kept_secret(settings.data_dir / "secret")
+    # Beside the log, or where there is none that lasts, beside the KV that is found by it.
+    folder = settings.offload_dir if settings.store == "memory" else settings.data_dir
+    secret = _kept_secret(folder / "secret") if folder else secrets.token_bytes(32)
     return lambda owner: hmac.digest(secret, owner.encode(), hashlib.sha256)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -18,8 +18,11 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from app.security import Keys, is_loopback, own_hosts, parse_authority, parse_origin, read_keys
+from app.ephemeral import EphemeralKeys
+from app.keys import KeyFileError, Keys, gather_keys
+from app.security import is_loopback, own_hosts, parse_authority, parse_origin
 
+_SECRET = ("api_key", "redis_url")  # never shown, whatever is wrong with them
 _PLACEHOLDERS = {"str": "TEXT", "int": "N", "Path": "PATH", "list[str]": "A,B,...", "list[Path]": "PATH,...", "float": "X"}
 
 _EPILOG = "Every flag is also an environment variable, as in HOCKET_MAX_QUEUE, and a name in the --config file, as in max_queue."
@@ -63,8 +66,12 @@ class Settings(BaseSettings):
     )
     store: Literal["embedded", "memory"] = Field("embedded", description="where conversations are kept; memory: until the server ends")
     redis_url: str | None = Field(None, repr=False, description="Redis or Valkey server to use in place of the embedded one")
-    api_key: Path | None = Field(None, description="file with the API keys that are let in, `key owner` on each line")
+    api_key: Annotated[list[str], NoDecode] = Field(
+        [], repr=False, description="API keys that are let in: each a key, or a file with `key owner` on each line (a path, or there)"
+    )
     no_auth: bool = Field(False, description="listen on other addresses than loopback without any API key")
+    tls_cert: Path | None = Field(None, description="file with the certificate, and its chain, to serve https and wss with (PEM)")
+    tls_key: Path | None = Field(None, description="file with the certificate's private key, without a pass phrase (PEM)")
     allowed_hosts: Annotated[list[str], NoDecode] = Field([], description="names (name or name:port) this server is reached by")
     allowed_origins: Annotated[list[str], NoDecode] = Field([], description="foreign pages (https://name:port) that may use it")
     kernels: Literal["cpu", "reference"] = Field("cpu", description="what computes: compiled kernels, or plain torch, slow and readable")
@@ -118,9 +125,9 @@ class Settings(BaseSettings):
     _keys: dict[str, str] = PrivateAttr(default_factory=dict)
     _shared_prefixes: tuple[str, ...] = PrivateAttr(())
 
-    @property
-    def keys(self) -> Keys:
-        return Keys(self._keys)
+    def keys(self, ephemeral: EphemeralKeys | None = None) -> Keys:
+        """Those of `api_key`, and beside them the ephemeral ones that are issued."""
+        return Keys(self._keys, ephemeral)
 
     @property
     def hosts(self) -> list[str]:
@@ -136,10 +143,18 @@ class Settings(BaseSettings):
     def swap_gib(self) -> float:
         return (4.0 if self.offload_dir else 0.0) if self.swap_space is None else self.swap_space
 
-    @field_validator("allowed_hosts", "allowed_origins", "shared_prefix", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", "shared_prefix", "api_key", mode="before")
     @classmethod
     def _separated(cls, value: Any) -> Any:
         return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _keys_are_there(cls, given: Any) -> Any:
+        for word in given if isinstance(given, list) else [given]:
+            if isinstance(word, str) and not word.strip(" ,"):
+                raise ValueError("expected a key or a file of keys, got an empty one")
+        return given
 
     @field_validator("allowed_hosts")
     @classmethod
@@ -175,7 +190,7 @@ class Settings(BaseSettings):
             raise ValueError("expected an address with a port of 0 to 65535, got another one") from None
         return url
 
-    @field_validator("config", "data_dir", "cache_dir", "offload_dir", "api_key")
+    @field_validator("config", "data_dir", "cache_dir", "offload_dir", "tls_cert", "tls_key")
     @classmethod
     def _home_is_known(cls, path: Path | None) -> Path | None:
         return path and path.expanduser()
@@ -202,17 +217,22 @@ class Settings(BaseSettings):
             raise ValueError(f"expected a block_size that is a multiple of 16, got {self.block_size}; kernels reference takes any")
         if self.redis_url is not None and self.store == "memory":
             raise ValueError("expected either redis_url or store memory, got both")
-        if self.api_key is not None and self.no_auth:
+        if self.api_key and self.no_auth:
             raise ValueError("expected either api_key or no_auth, got both")
         if self.offload_dir and _is_file(self.offload_dir):
             raise ValueError(f"expected a folder in offload_dir, got {self.offload_dir}, which is none")
         if self.offload_dir and not self.swap_gib:
             raise ValueError("expected swap_space above 0 with offload_dir, got 0")
         self._shared_prefixes = tuple(map(_text_of, self.shared_prefix))
-        if self.api_key is not None:
-            self._keys = read_keys(self.api_key)
+        if self.tls_cert or self.tls_key:
+            _check_certificate(self.tls_cert, self.tls_key)
+        if self.api_key:
+            try:
+                self._keys = gather_keys(self.api_key)
+            except KeyFileError as fault:
+                raise ValueError(f"api_key: {fault}") from None
         elif not self.no_auth and not is_loopback(self.host):
-            raise ValueError(f"host {self.host} can be reached by others: expected api_key with a file of keys, or no_auth")
+            raise ValueError(f"host {self.host} can be reached by others: expected api_key, or no_auth")
         return self
 
     @classmethod
@@ -232,6 +252,30 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a folder on the way cannot be looked into; whoever opens it says so
         return False
+
+
+def _check_certificate(cert: Path | None, key: Path | None) -> None:
+    """Raises: ValueError when they could not serve"""
+    if cert is None or key is None:
+        raise ValueError(f"expected both tls_cert and tls_key, or neither, got only {'tls_cert' if cert else 'tls_key'}")
+    import ssl  # not needed otherwise
+
+    for path, name in ((cert, "tls_cert"), (key, "tls_key")):
+        try:
+            path.read_bytes()
+        except OSError as fault:
+            raise ValueError(f"{name}: expected a PEM file at {path}: {fault.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(cert)
+    except ssl.SSLError:
+        raise ValueError(f"tls_cert: expected a certificate (PEM) in {cert}, found none") from None
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # never asks the terminal
+    except ssl.SSLError as fault:
+        if fault.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError(f"tls_key: expected the private key of the certificate in {cert}, got another's in {key}") from None
+        raise ValueError(f"tls_key: expected a private key (PEM) without a pass phrase in {key}, which cannot be used") from None
 
 
 def _text_of(path: Path) -> str:
@@ -289,7 +333,15 @@ def _add_flag(parser: ArgumentParser, *names: str, **options: Any) -> Any:
     help_text = options.get("help") or ""
     if "(default factory:" in help_text or "(default: None)" in help_text or "(default: [])" in help_text:
         options["help"] = help_text[: help_text.rindex("(default")].rstrip()
+    if "--api-key" in names:
+        options["type"] = _given  # `--api-key "$UNSET"` must not open the server, and an empty flag would count as none
     return parser.add_argument(*names, **options)
+
+
+def _given(text: str) -> str:
+    if not text.strip(" ,"):
+        raise ArgumentTypeError("expected a key or a file of keys, got an empty one")
+    return text
 
 
 def _explained(error: Any) -> str:
@@ -297,4 +349,6 @@ def _explained(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}{message}"
+    if error["loc"] and error["loc"][0] in _SECRET:
+        return f"{where}{message.replace('Input should', 'expected it to')}"
     return f"{where}{message.replace('Input should', 'expected it to')}, got {str(error['input'])[:80]!r}"

@@ -1,11 +1,17 @@
-"""The server's WebSocket connection: uvicorn's own, with one of its edges rounded.
+"""The server's WebSocket connection: uvicorn's own, with two of its edges rounded.
 
 Owns what happens on the wire below ASGI. Knows no routes and no messages.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 LINGER_SECONDS = 5.0
 
@@ -16,9 +22,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     Closing a TCP connection on which unread bytes wait resets it, and the reset takes the close frame with it. So what still comes
     after such a fault is read and dropped, until the client closes or LINGER_SECONDS have passed. (RFC 9112, section 9.6, on the same
     hazard in HTTP)
+
+    An app that is sending while the connection is closed below it (that fault, or a ping without an answer) has lost its client, and is
+    told so as of any other; it did nothing wrong.
     """
 
     _lingering = False
+    _lost = False  # closed here, not by the app
 
     def data_received(self, data: bytes) -> None:
         if not self._lingering:
@@ -27,10 +37,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def handle_parser_exception(self) -> None:
         fault = self.conn.close_sent
         assert fault is not None
-        self._lingering = self.close_sent = True
+        self._lingering = self._lost = self.close_sent = True
         self.queue.put_nowait({"type": "websocket.disconnect", "code": fault.code, "reason": fault.reason})
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.transport.resume_reading()
         self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def keepalive_timeout(self) -> None:
+        open_before = not self.close_sent
+        super().keepalive_timeout()
+        self._lost = self._lost or (open_before and self.close_sent)
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if not self._lost:
+            await super().send(message)
+        elif message["type"] != "websocket.close":  # which it is
+            raise ClientDisconnected

@@ -17,6 +17,8 @@ from engine.weights.convert import prepare
 from tests.engine import tiny
 from tests.serving import Server
 
+collect_ignore = ["clients"]  # opt-in: `make test-clients`
+
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -1,41 +1,52 @@
-"""OpenAI Conversations over HTTP, and Hocket's listing of them.
+"""OpenAI Conversations over HTTP with their items, and Hocket's listing of them.
 
-`GET /v1/conversations` and the fields `title`, `updated_at` and `running` are extensions; the rest is the public protocol.
-(OpenAI API reference: Conversations)
+`GET /v1/conversations` and the fields `title`, `updated_at`, `running` and an item's `response_id` are extensions; the rest is the public
+protocol. (OpenAI API reference: Conversations)
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api.decoding import Metadata, body_of, decode, whole_number
 from app.api.errors import ApiError
-from app.api.responses.events import message_item
+from app.api.items import InputItem, ledger_id, said_of, wire_items
+from app.conversations.errors import NotFoundError, shown
 from app.conversations.service import Conversations
+from app.conversations.turn import Said
 from app.refusal import json_response
 from app.security import owner_of
-from app.store.records import Conversation
+from app.store.records import Conversation, Item
 
 MOST = 100
+
+Items = Annotated[list[InputItem], Meta(max_length=MOST)]
 
 
 class ConversationCreate(msgspec.Struct, forbid_unknown_fields=True):
     metadata: Metadata | None = None
-    items: list[Any] | None = None
+    items: Items | None = None
 
 
 class ConversationUpdate(msgspec.Struct, forbid_unknown_fields=True):
     metadata: Metadata
 
 
+class ItemsCreate(msgspec.Struct, forbid_unknown_fields=True):
+    items: Annotated[list[InputItem], Meta(min_length=1, max_length=MOST)]
+
+
 class ConversationsApi:
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
+        self._threads = conversations.threads
         self.routes = [
             Route("/v1/conversations", self._create, methods=["POST"]),
             Route("/v1/conversations", self._list, methods=["GET"]),
@@ -43,47 +54,57 @@ class ConversationsApi:
             Route("/v1/conversations/{id}", self._update, methods=["POST"]),
             Route("/v1/conversations/{id}", self._delete, methods=["DELETE"]),
             Route("/v1/conversations/{id}/items", self._items, methods=["GET"]),
+            Route("/v1/conversations/{id}/items", self._add_items, methods=["POST"]),
+            Route("/v1/conversations/{id}/items/{item}", self._item, methods=["GET"]),
+            Route("/v1/conversations/{id}/items/{item}", self._delete_item, methods=["DELETE"]),
         ]
 
     async def _create(self, request: Request) -> Response:
         asked = decode(await body_of(request) or b"{}", ConversationCreate)
-        if asked.items:
-            raise ApiError("items is supported only as an empty list, got something else", "items", "unsupported_value")
-        return json_response(self._object(await self._conversations.create(owner_of(request.scope), asked.metadata or {})))
+        said = _said(asked.items or ())
+        return json_response(self._object(await self._threads.create(owner_of(request.scope), asked.metadata or {}, said)))
 
     async def _list(self, request: Request) -> Response:
-        limit = _limit(request, 20)
-        found = await self._conversations.listed(owner_of(request.scope), limit + 1, request.query_params.get("after"))
+        limit = page_limit(request)
+        found = await self._threads.listed(owner_of(request.scope), limit + 1, request.query_params.get("after"))
         return json_response(_page([self._object(conversation) for conversation in found], limit))
 
     async def _one(self, request: Request) -> Response:
-        return json_response(self._object(await self._conversations.conversation(owner_of(request.scope), request.path_params["id"])))
+        return json_response(self._object(await self._threads.conversation(owner_of(request.scope), request.path_params["id"])))
 
     async def _update(self, request: Request) -> Response:
         asked = decode(await body_of(request), ConversationUpdate)
-        return json_response(
-            self._object(await self._conversations.update(owner_of(request.scope), request.path_params["id"], asked.metadata))
-        )
+        changed = await self._threads.update(owner_of(request.scope), request.path_params["id"], asked.metadata)
+        return json_response(self._object(changed))
 
     async def _delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        await self._conversations.delete(owner_of(request.scope), id)
+        await self._threads.delete(owner_of(request.scope), id)
         return json_response({"id": id, "object": "conversation.deleted", "deleted": True})
 
     async def _items(self, request: Request) -> Response:
-        limit, query = _limit(request, 20), request.query_params
-        order, after = query.get("order", "desc"), query.get("after")
-        if order not in ("asc", "desc"):
-            raise ApiError(f"expected order asc or desc, got {order[:80]!r}", "order")
-        items = await self._conversations.items(owner_of(request.scope), request.path_params["id"])
-        if order == "desc":
-            items.reverse()
-        ids = [item.id for item in items]
-        if after is not None and after not in ids:
-            raise ApiError(f"expected after to be an item of this conversation, got {after[:80]!r}", "after")
-        start = ids.index(after) + 1 if after is not None else 0
-        chosen = items[start : start + limit + 1]
-        return json_response(_page([message_item(item) | {"response_id": item.response} for item in chosen], limit))
+        items = await self._threads.items(owner_of(request.scope), request.path_params["id"])
+        return json_response(item_page(request, items))
+
+    async def _add_items(self, request: Request) -> Response:
+        asked = decode(await body_of(request), ItemsCreate)
+        added = await self._threads.add_items(owner_of(request.scope), request.path_params["id"], _said(asked.items))
+        shown_items = _shown(added)
+        return json_response(_page(shown_items, len(shown_items)))
+
+    async def _item(self, request: Request) -> Response:
+        id = request.path_params["item"]
+        items = await self._threads.items(owner_of(request.scope), request.path_params["id"])
+        for item in _shown(item for item in items if item.id == ledger_id(id)):
+            if item["id"] == id:
+                return json_response(item)
+        raise NotFoundError(f"item {shown(id)} does not exist in this conversation", "item_id", "item_not_found")
+
+    async def _delete_item(self, request: Request) -> Response:
+        """A reply's text and calls are one item of the ledger, so they go together."""
+        owner, id = owner_of(request.scope), request.path_params["id"]
+        await self._threads.change_item(owner, id, ledger_id(request.path_params["item"]), None)
+        return json_response(self._object(await self._threads.conversation(owner, id)))
 
     def _object(self, conversation: Conversation) -> dict[str, Any]:
         return {
@@ -97,11 +118,38 @@ class ConversationsApi:
         }
 
 
-def _limit(request: Request, default: int) -> int:
-    limit = whole_number(request.query_params, "limit", default, MOST)
+def _said(items: Iterable[InputItem]) -> list[Said]:
+    said = said_of(items, "items")
+    if not all(one.text for one in said if one.role == "user"):
+        raise ApiError("expected messages of a user to have text, got an empty one", "items")
+    return said
+
+
+def page_limit(request: Request) -> int:
+    limit = whole_number(request.query_params, "limit", 20, MOST)
     if limit == 0:
         raise ApiError(f"expected a limit of 1 to {MOST}, got 0", "limit")
     return limit
+
+
+def item_page(request: Request, items: Iterable[Item]) -> dict[str, Any]:
+    """The page of `items`, oldest first, that a request's `limit`, `order` and `after` ask for. Raises: ApiError"""
+    limit, query = page_limit(request), request.query_params
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise ApiError(f"expected order asc or desc, got {order[:80]!r}", "order")
+    found = _shown(items)
+    if order == "desc":
+        found.reverse()
+    ids = [item["id"] for item in found]
+    if after is not None and after not in ids:
+        raise ApiError(f"expected after to be one of these items, got {after[:80]!r}", "after")
+    start = ids.index(after) + 1 if after is not None else 0
+    return _page(found[start : start + limit + 1], limit)
+
+
+def _shown(items: Iterable[Item]) -> list[dict[str, Any]]:
+    return [wire | {"response_id": item.response or None} for item in items for wire in wire_items(item)]
 
 
 def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from starlette.requests import Request
 
 from app.api.errors import ApiError
 from app.store.records import Role
-from engine.core import SamplingParams
+from engine.core import Grammar, SamplingParams
 
 T = TypeVar("T")
 
 SHOWN_CHARACTERS = 80
+MAX_CALL_ID = 256  # characters
+MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_IDS = 1024
 MAX_MESSAGES = 4096  # of one request
@@ -57,7 +59,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             "frequency_penalty": self.frequency_penalty or 0.0,
         }
 
-    def sampling(self, max_tokens: int | None) -> SamplingParams:
+    def sampling(self, max_tokens: int | None, logprobs: int = -1, grammar: Grammar | None = None) -> SamplingParams:
         """max_tokens None: to the end of the context. Without a seed each request draws its own."""
         return SamplingParams(
             max_tokens=max_tokens or 0,
@@ -73,6 +75,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            grammar=grammar,
         )
 
 
@@ -91,7 +95,7 @@ ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "s
 def message_of(role: str | None, content: Content | None, param: str) -> tuple[Role, str]:
     """A message's role in the ledger's words, and its text. Raises: ApiError, naming the message as `param`"""
     if role not in ROLES:
-        raise ApiError(f"expected a role of {', '.join(ROLES)}, got {_shown(role)} in {param}", f"{param}.role")
+        raise ApiError(f"expected a role of {', '.join(ROLES)}, got {shown(role)} in {param}", f"{param}.role")
     return ROLES[role], text_of(content, f"{param}.content")
 
 
@@ -106,7 +110,7 @@ def tier_used(asked: str | None) -> str:
     """The service tier for the one asked for: flex is for work in the background. Raises: ApiError"""
     tier = TIERS.get("auto" if asked is None else asked)
     if tier is None:
-        raise ApiError(f"expected a service_tier of {', '.join(TIERS)}, got {_shown(asked)}", "service_tier", "unsupported_value")
+        raise ApiError(f"expected a service_tier of {', '.join(TIERS)}, got {shown(asked)}", "service_tier", "unsupported_value")
     return tier
 
 
@@ -167,12 +171,12 @@ def _invalid(fault: msgspec.ValidationError, raw: Any) -> ApiError:
             value = value[key]
         elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
             value = value[int(key)]
-    got = "" if ", got" in message or "unknown field" in message or "missing required" in message else f", got {_shown(value)}"
+    got = "" if ", got" in message or "unknown field" in message or "missing required" in message else f", got {shown(value)}"
     param = ".".join(keys) or None
     return ApiError(f"{message[:1].lower()}{message[1:]}{got}{f' in {param}' if param else ''}", param)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 

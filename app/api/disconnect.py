@@ -1,41 +1,59 @@
-"""Plain HTTP clients that go away: their run is cancelled, since nobody can come back for it."""
+"""Plain HTTP clients that go away: what runs for them is cancelled, since nobody can come back for it.
+
+Owns the watch for it, which nothing has to be sent for: a prompt that is still being read ends as well.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
-
-from app.conversations.run import Run
+from starlette.types import Receive
 
 T = TypeVar("T")
 
 
-async def run_out(run: Run, request: Request, cancel: bool) -> None:
-    """Wait for the run's end. If the client goes first, the run is cancelled when `cancel` is set."""
-    done = asyncio.create_task(run.done())
-    gone = asyncio.create_task(_gone(request))
+class Work(Protocol):
+    """A run, or several that are one request's."""
+
+    def cancel(self) -> None: ...
+
+    async def done(self) -> object: ...
+
+
+async def run_out(work: Work, request: Request, cancel: bool) -> None:
+    """Wait for the work's end. If the client goes first, the work is cancelled when `cancel` is set."""
+    done = asyncio.create_task(work.done())
+    gone = asyncio.create_task(disconnected(request.receive))
     try:
         await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
         if not done.done() and cancel:
-            run.cancel()
+            work.cancel()
         await done
     finally:
         gone.cancel()
 
 
-async def until_gone(events: AsyncIterator[T], run: Run, cancel: bool) -> AsyncIterator[T]:
-    """The events of a stream. If it is closed before its end, the run is cancelled when `cancel` is set."""
+async def until_gone(events: AsyncIterator[T], work: Work, cancel: bool) -> AsyncGenerator[T, None]:
+    """The events of a stream. If it is closed before its end, the work is cancelled when `cancel` is set."""
     try:
         async for event in events:
             yield event
     finally:
         if cancel:
-            run.cancel()
+            work.cancel()
+        await close(events)
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client is gone. Nothing else may receive meanwhile."""
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def close(events: AsyncIterator[object]) -> None:
+    """End a generator now, and not when it is next collected."""
+    if isinstance(events, AsyncGenerator):
+        await events.aclose()

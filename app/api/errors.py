@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from app.conversations.errors import ConflictError, ConversationError, NotFoundError
 from app.refusal import Refusal
 from app.store import StoreError
@@ -24,6 +26,8 @@ def refusal(fault: Exception) -> Refusal:
     match fault:
         case ApiError():
             return fault.refusal
+        case NotFoundError(code="previous_response_not_found"):  # a field of the request is wrong: its address is there
+            return Refusal(400, str(fault), fault.code, fault.param)
         case NotFoundError():
             return Refusal(404, str(fault), fault.code, fault.param)
         case ConflictError():
@@ -39,3 +43,12 @@ def refusal(fault: Exception) -> Refusal:
         case EngineError():
             return Refusal(500, str(fault), "engine_error")
     return Refusal(500, "the server met an error it did not expect", "internal_error")
+
+
+REALTIME_CODES = {"conversation_locked": "conversation_already_has_active_response"}  # where Realtime's differ
+
+
+def realtime_error(refused: Refusal, client_event_id: str | None) -> dict[str, Any]:
+    """The `error` event of Realtime. `client_event_id`: of the event that is refused, if it has one."""
+    error = refused.event["error"]
+    return {"type": "error", "error": error | {"code": REALTIME_CODES.get(error["code"], error["code"]), "event_id": client_event_id}}

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
 from app.conversations.run import Run
 from app.store import RefusedError, Store, StoreError
-from app.store.records import Entry, Item, Response
-from engine.core import Delta
+from app.store.records import Entry, Item, Logprob, Response
+from engine.core import Delta, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class _Pending:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     exact: bool = True
+    logprobs: list[Logprob] = field(default_factory=list)
     failed: StoreError | None = None
     written: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is left to write
 
@@ -51,11 +53,12 @@ class Journal:
         pending.ids += delta.ids
         pending.text += delta.text
         pending.exact = delta.exact
+        pending.logprobs += map(_logprob, delta.logprobs)
         if pending.text and not pending.failed:
             self._dirty[run.id] = pending
             pending.written.clear()
             if self._writer is None or self._writer.done():
-                self._writer = asyncio.create_task(self._write())
+                self._writer = asyncio.create_task(self._write(), context=Context())  # everyone's, not the request's that starts it
 
     async def finish(self, run: Run, response: Response, reply: Item) -> None:
         """Log what is left, then the end; publish it. Raises: StoreError when the log stayed out of reach."""
@@ -92,8 +95,8 @@ class Journal:
     @staticmethod
     def _take(pending: _Pending) -> tuple[Run, int, Entry]:
         pending.index += 1
-        entry = Entry(pending.ids, pending.text, pending.exact)
-        pending.ids, pending.text = [], ""
+        entry = Entry(pending.ids, pending.text, pending.exact, pending.logprobs)
+        pending.ids, pending.text, pending.logprobs = [], "", []
         return pending.run, pending.index, entry
 
     async def _append(self, batch: list[tuple[str, int, Entry]]) -> dict[str, StoreError]:
@@ -112,6 +115,10 @@ class Journal:
             log.exception("the log could not be written")
             return {id: StoreError(f"unexpected: {fault}") for id, _, _ in batch}
         return {}
+
+
+def _logprob(token: TokenLogprob) -> Logprob:
+    return Logprob(token.piece, token.logprob, [Logprob(other.piece, other.logprob) for other in token.top])
 
 
 async def _patiently(write: Write, again: Write) -> None:

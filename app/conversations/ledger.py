@@ -26,9 +26,9 @@ def path(items: Mapping[str, Item], leaf: str | None) -> list[Item]:
 
 
 def messages(instructions: str | None, items: Sequence[Item], fingerprint: str) -> list[Message]:
-    """The chat to run: instructions in front, then the items. What has no text (a reply cut before its first token) is left out."""
+    """The chat to run: instructions in front, then those of the items that are messages."""
     front = [Message("system", instructions)] if instructions else []
-    return front + [_message(item, fingerprint) for item in items if item.text]
+    return front + [_message(item, fingerprint) for item in items if item.spoken]
 
 
 def _message(item: Item, fingerprint: str) -> Message:

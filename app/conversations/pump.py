@@ -29,6 +29,7 @@ async def pump(run: Run, journal: Journal, prompt_tokens: int, keep: Callable[[I
     last = Delta((), "")
     async for last in run.generation:
         usage.cached_tokens = last.cached
+        run.prompt_logprobs = last.prompt_logprobs or run.prompt_logprobs
         usage.completion_tokens += len(last.ids)
         texts.append(last.text)
         journal.add(run, last)
@@ -39,6 +40,18 @@ async def pump(run: Run, journal: Journal, prompt_tokens: int, keep: Callable[[I
     if status != "failed":
         keep(reply)  # before anyone sees the end, and may follow it
     await finish_or_fail(run, journal, response, reply)
+
+
+async def read_prompt(run: Run, journal: Journal, prompt_tokens: int) -> None:
+    """As `pump`, of a turn that only wants its prompt read: what the engine says after it is dropped, and the reply is empty."""
+    assert run.generation
+    last = Delta((), "")
+    async for delta in run.generation:
+        last = delta
+        run.prompt_logprobs = last.prompt_logprobs or run.prompt_logprobs
+    status, reason = _outcome(FinishReason.STOP if last.finish is FinishReason.LENGTH else last.finish, run.stopped_because)
+    usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=last.cached)
+    await finish_or_fail(run, journal, *ended(run, status, usage=usage, reason=reason, error=last.error))
 
 
 async def finish_or_fail(run: Run, journal: Journal, response: Response, reply: Item) -> None:

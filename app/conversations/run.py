@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from app.store.records import Entry, Item, Response
 from engine.batcher import Generation
+from engine.core import TokenLogprob
 
 
 class Run:
@@ -20,6 +21,7 @@ class Run:
         self.generation: Generation | None = None  # once the engine works on it
         self.written = True  # its end, once it has one, is in the log
         self.stopped_because: str | None = None  # why it was cancelled, if it was
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # of each token of the prompt, if they were asked for
         self._entries = list(entries)
         self._changed = asyncio.Event()
 

@@ -50,12 +50,12 @@ class Chat:
 
     fingerprint: str  # of the tokenizer and template it is run with
     hash: hashlib.blake2b  # of all that was said
-    items: list[Item | None] = field(default_factory=list)  # one for each message of the chat; None: the instructions
+    items: list[Item | None] = field(default_factory=list)  # one for each message of the chat; None: the tools, the instructions
     keys: dict[int, bytes] = field(default_factory=dict)  # of each assistant message, by its index, oldest first
 
     def add(self, items: Sequence[Item]) -> None:
         for item in items:
-            if item.text:  # else it is no message
+            if item.spoken:
                 self.say(item.role, item.text, item)
 
     def say(self, role: str, text: str, item: Item | None = None) -> None:
@@ -76,13 +76,17 @@ class Segments:
         if file:
             self._load(file)
 
-    def recall(self, owner: str, fingerprint: str, instructions: str | None, path: Sequence[Item], new: Sequence[Item]) -> Chat:
-        """Give the replies among `new` the tokens they are known by, in place.
+    def recall(
+        self, owner: str, fingerprint: str, instructions: str | None, path: Sequence[Item], new: Sequence[Item], tools: str = ""
+    ) -> Chat:
+        """Give the replies among `new` the tokens they are known by, in place. `tools`: what the model may call, spelled out.
 
         `path`, what the ledger has before them, is as it was run: what came without tokens then was looked up in vain, and stays text.
         """
         chat = Chat(fingerprint, hashlib.blake2b(digest_size=32))
         _update(chat.hash, owner, fingerprint)
+        if tools:
+            chat.say("tools", tools)  # no role: nothing that is said can be mistaken for them
         if instructions:
             chat.say("system", instructions)
         chat.add(path)

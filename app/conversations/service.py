@@ -11,25 +11,25 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from msgspec.structs import replace
+import msgspec
 
-from app.conversations import ledger, window
-from app.conversations.errors import ConflictError, NotFoundError, shown
+from app.conversations import calls, ledger, window
+from app.conversations.errors import ConflictError, ConversationError, NotFoundError, shown
 from app.conversations.journal import Journal
-from app.conversations.pump import ended, finish_or_fail, interrupted, pump
+from app.conversations.pump import ended, finish_or_fail, interrupted, pump, read_prompt
 from app.conversations.run import Run
 from app.conversations.segments import Segments
-from app.conversations.turn import Place, Turn, draft, new_conversation, new_items
+from app.conversations.threads import Threads
+from app.conversations.turn import Place, Turn, draft, new_conversation, new_id, new_items
 from app.store import Store
 from app.store.memory import MemoryStore
-from app.store.records import Conversation, Item, Response
+from app.store.records import Item, Response
 from engine.batcher import Batcher, Session
-from engine.core import EngineError, Prompt, SamplingParams
+from engine.core import Ending, EngineError, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class Conversations:
         self._salt = salt
         self._segments = segments or Segments()
         self._runs: dict[str, Run] = {}  # from just before they are accepted until they have ended, by response id
-        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # listed conversations being written to
         self._closing = False
+        self.threads = Threads(store, self.running)
         self._submitting: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # (owner, client message id)
         self._tasks: set[asyncio.Task[object]] = set()  # pumps and submissions, which end whoever waits for them
 
@@ -77,6 +77,14 @@ class Conversations:
             return await self._submit(turn, scratch or Shelf.scratch(), scratch)
         return await asyncio.shield(self._task(self._submit_once(turn, scratch)))
 
+    async def count(self, turn: Turn) -> int:
+        """How many tokens a turn's prompt is. Nothing is written. Raises: ConversationError, StoreError, engine.core.EngineError"""
+        turn.check()
+        place = await self._place(turn, self._durable, None)
+        items = new_items(turn.items, place.leaf)
+        calls.check_answers(place.path, items)
+        return len((await self._prompt(turn, place.path, items)).ids)
+
     async def _submit_once(self, turn: Turn, scratch: Shelf | None) -> Run:
         if turn.client_message_id is None:
             return await self._submit(turn, self._durable, scratch)
@@ -89,7 +97,7 @@ class Conversations:
 
     async def _submit(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Run:
         named = await self._named_conversation(turn)
-        async with self._alone_with(turn.owner, named):
+        async with self.threads.alone_with(turn.owner, named):
             if named is not None and self.running(named):
                 message = f"conversation {shown(named)} has a response in progress: wait for it or cancel it"
                 raise ConflictError(message, "conversation", "conversation_locked")
@@ -98,13 +106,17 @@ class Conversations:
     async def _accept(self, turn: Turn, place: Place, shelf: Shelf) -> Run:
         """Tokenise, check, write, start, in this order: nothing is written that cannot run, and nothing runs that is not written."""
         ready = self._batcher.ready()
-        items = new_items(turn, place)
-        chat = self._segments.recall(turn.owner, ready.fingerprint, turn.instructions, place.path, items)
-        prompt = await self._prompt(turn, place, items)
-        sampling = turn.sampling
-        if not sampling.max_tokens:
-            sampling = dataclasses.replace(sampling, max_tokens=ready.context_length)
-        drafted = draft(turn, place, items, prompt, ready.fingerprint)
+        sampling = _limited(turn, ready.context_length)
+        if sampling.grammar:
+            await self._batcher.compile(sampling.grammar)
+        response_id = new_id("resp")
+        items = new_items(turn.items, place.leaf, response_id)
+        calls.check_answers(place.path, items)
+        tools = msgspec.json.encode(turn.tools).decode() if turn.tools else ""
+        path, new = (place.path, items) if turn.context is None else ([], new_items(turn.context, None))
+        chat = self._segments.recall(turn.owner, ready.fingerprint, turn.instructions, path, new, tools)
+        prompt = await self._prompt(turn, path, new)
+        drafted = draft(turn, place, response_id, items, prompt, ready.fingerprint)
         run = Run(drafted.response, drafted.reply)
 
         session = self._batcher.session(self._salt(turn.owner))
@@ -122,8 +134,9 @@ class Conversations:
             del self._runs[run.id]
             run.finish(*ended(run, "failed", error="it repeats another"))
             return await self._run_of(repeated, shelf)
-        keep = functools.partial(self._segments.keep, chat)
-        self._task(self._carry_out(run, session, prompt.ids, sampling, turn.background, shelf, keep))
+        keep = functools.partial(self._segments.keep, chat) if turn.raw is None and turn.ending is Ending.REPLY else _forget
+        follow = functools.partial(pump, keep=keep) if turn.generate else read_prompt
+        self._task(self._carry_out(run, session, prompt.ids, sampling, turn.background, shelf, follow))
         return run
 
     async def _carry_out(
@@ -134,12 +147,12 @@ class Conversations:
         sampling: SamplingParams,
         background: bool,
         shelf: Shelf,
-        keep: Callable[[Item], None],
+        follow: Callable[[Run, Journal, int], Coroutine[Any, Any, None]],
     ) -> None:
         """Take an accepted run to its end, whatever happens on the way."""
         try:
             run.begin(session.generate(ids, sampling, background))
-            await pump(run, shelf.journal, len(ids), keep)
+            await follow(run, shelf.journal, len(ids))
         except Exception as fault:
             if not isinstance(fault, EngineError):
                 log.exception("response %s broke off", run.id)
@@ -150,16 +163,20 @@ class Conversations:
         finally:
             del self._runs[run.id]
 
-    async def _prompt(self, turn: Turn, place: Place, items: list[Item]) -> Prompt:
+    async def _prompt(self, turn: Turn, path: list[Item], new: list[Item]) -> Prompt:
         """The whole chat, or under `truncation: auto` the window of it that leaves room for a reply."""
         ready = self._batcher.ready()
-        messages = ledger.messages(turn.instructions, place.path + items, ready.fingerprint)
+        if turn.raw is not None:
+            return Prompt(await self._batcher.encode(turn.raw) if isinstance(turn.raw, str) else list(turn.raw), (), b"")
+        messages = ledger.messages(turn.instructions, path + new, ready.fingerprint)
+        if turn.generate and turn.context is None and not new and all(item.role == "system" for item in path if item.spoken):
+            raise ConversationError("expected input, or a conversation with something to reply to, got an empty one", "input")
         if turn.truncation == "disabled":
-            return await self._batcher.prompt(messages)
+            return await self._batcher.prompt(messages, turn.tools, turn.ending)
         limit = ready.context_length - window.room(turn.sampling.max_tokens, ready.context_length)
-        ends = await self._batcher.measure(messages)
-        for part in window.windows(messages, ends, limit, window.newest(items)):
-            prompt = await self._batcher.prompt(part)
+        ends = await self._batcher.measure(messages, turn.tools)
+        for part in window.windows(messages, ends, limit, window.newest(new)):
+            prompt = await self._batcher.prompt(part, turn.tools, turn.ending)
             if len(prompt.ids) < ready.context_length:
                 break
         return prompt
@@ -187,7 +204,7 @@ class Conversations:
         if turn.previous is not None:
             return await self._after(turn.owner, turn.previous, shelf, scratch)
         if turn.conversation is not None:
-            conversation = await self.conversation(turn.owner, turn.conversation)
+            conversation = await self.threads.conversation(turn.owner, turn.conversation)
             return Place(conversation, ledger.path(await shelf.store.items(conversation.id), conversation.leaf))
         return Place(new_conversation(turn.owner, listed=False), [])
 
@@ -240,46 +257,23 @@ class Conversations:
             await shelf.store.finish(run.response, run.reply)
         return run
 
-    # Conversations
+    async def input_items(self, owner: str, response_id: str, scratch: Shelf | None = None) -> list[Item]:
+        """What a response's turn brought in, oldest first. Raises: NotFoundError, StoreError"""
+        for shelf in (scratch, self._durable):
+            response = await shelf.store.response(response_id) if shelf else None
+            if shelf and response and response.owner == owner:
+                found = await shelf.store.items(response.conversation)
+                return [found[id] for id in response.input if id in found and not found[id].deleted]
+        raise NotFoundError(f"response {shown(response_id)} does not exist", "response_id", "response_not_found")
 
-    async def create(self, owner: str, metadata: dict[str, str]) -> Conversation:
-        conversation = new_conversation(owner, listed=True, metadata=metadata)
-        await self._durable.store.create_conversation(conversation)
-        return conversation
+    async def delete_response(self, owner: str, response_id: str) -> None:
+        """End it if it runs and forget it. What was said stays in its conversation, if that is listed or has other responses.
 
-    async def conversation(self, owner: str, id: str) -> Conversation:
-        """Raises: NotFoundError, StoreError"""
-        conversation = await self._durable.store.conversation(id)
-        if conversation is None or conversation.owner != owner or not conversation.listed:
-            raise _unknown_conversation(id)
-        return conversation
-
-    async def update(self, owner: str, id: str, metadata: dict[str, str]) -> Conversation:
-        """Replace a conversation's metadata. Raises: NotFoundError, StoreError"""
-        async with self._alone_with(owner, id):
-            conversation = replace(await self.conversation(owner, id), metadata=metadata)
-            await self._durable.store.update_conversation(conversation)
-            return conversation
-
-    async def listed(self, owner: str, limit: int, after: str | None = None) -> list[Conversation]:
-        """The last updated first. Raises: NotFoundError when `after` is not one of them, StoreError"""
-        if after is not None:
-            await self.conversation(owner, after)
-        return await self._durable.store.conversations(owner, limit, after)
-
-    async def items(self, owner: str, id: str) -> list[Item]:
-        """The conversation's current path, oldest first; a reply in the making without its text. Raises: NotFoundError, StoreError"""
-        conversation = await self.conversation(owner, id)
-        return ledger.path(await self._durable.store.items(id), conversation.leaf)
-
-    async def delete(self, owner: str, id: str) -> None:
-        """End its runs and remove everything of it. Raises: NotFoundError, StoreError"""
-        async with self._alone_with(owner, id):
-            conversation = await self.conversation(owner, id)
-            for run in self.running(id):
-                run.cancel()
-                await run.done()
-            await self._durable.store.delete_conversation(conversation)
+        Raises: NotFoundError, StoreError
+        """
+        run = await self.cancel(owner, response_id)
+        await run.done()
+        await self._durable.store.delete_response(run.response)
 
     def running(self, conversation: str) -> list[Run]:
         return [run for run in self._runs.values() if run.response.conversation == conversation and not run.settled]
@@ -313,18 +307,13 @@ class Conversations:
         if not task.cancelled():
             task.exception()  # seen: whoever waited has it too, and if nobody did, nobody needs it
 
-    # Turn-taking
 
-    @asynccontextmanager
-    async def _alone_with(self, owner: str, conversation: str | None) -> AsyncIterator[None]:
-        """Nobody else adds a turn to a listed conversation, changes or deletes it meanwhile. Raises: NotFoundError, StoreError"""
-        if conversation is None:
-            yield
-            return
-        await self.conversation(owner, conversation)  # before anyone else's could be waited for
-        async with self._changing.setdefault(conversation, asyncio.Lock()):
-            yield
+def _limited(turn: Turn, context_length: int) -> SamplingParams:
+    """Its sampling, with a limit: without one a reply may fill the context. Where there is to be no reply, one token is dropped."""
+    if not turn.generate:
+        return dataclasses.replace(turn.sampling, max_tokens=1, grammar=None)
+    return turn.sampling if turn.sampling.max_tokens else dataclasses.replace(turn.sampling, max_tokens=context_length)
 
 
-def _unknown_conversation(id: str) -> NotFoundError:
-    return NotFoundError(f"conversation {shown(id)} does not exist", "conversation", "conversation_not_found")
+def _forget(_: Item) -> None:
+    """Of a reply that no later chat can bring back."""

@@ -44,7 +44,7 @@ def newest(new: Sequence[Item]) -> int:
     for item in reversed(new):
         if item.role == "assistant":
             break
-        count += bool(item.text)
+        count += item.spoken
     return max(1, count)
 
 

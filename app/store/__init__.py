@@ -56,6 +56,9 @@ class Store(Protocol):
         """Every item of a conversation, by id."""
         ...
 
+    async def put_items(self, conversation: Conversation, items: Sequence[Item]) -> None:
+        """Write items of an existing conversation, new or changed, and its record, in one transaction. A deleted one stays deleted."""
+
     async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
         """Write a turn in one transaction: conversation (created or updated), response (now open), its input items, and its reply as begun.
 
@@ -85,6 +88,9 @@ class Store(Protocol):
         """
 
     async def response(self, id: str) -> Response | None: ...
+
+    async def delete_response(self, response: Response) -> None:
+        """Remove its record, log and idempotency key. The items stay; a conversation that is not listed goes with its last one."""
 
     async def open_responses(self) -> list[Response]:
         """Responses that were accepted and not finished, oldest first: what a dead process left behind."""

@@ -7,7 +7,7 @@ written, and what cannot be encoded is refused in the same way. Knows nothing of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from app.store import IDEMPOTENCY_SECONDS, RefusedError, StoreError
@@ -43,6 +43,13 @@ class MemoryStore:
         self._open: dict[str, float] = {}  # response id -> created_at
         self._once: dict[tuple[str, str], tuple[float, str]] = {}  # (owner, message id) -> (expiry, response id), in order of expiry
 
+    @property
+    def size(self) -> int:
+        """Bytes of its records."""
+        threads = sum(len(thread.record) + sum(map(len, thread.items.values())) for thread in self._threads.values())
+        entries = sum(len(record) for log in self._logs.values() for _, record in log.entries)
+        return threads + entries + sum(map(len, self._responses.values()))
+
     async def create_conversation(self, conversation: Conversation) -> None:
         self._put(conversation, _encoded(conversation))
 
@@ -69,15 +76,16 @@ class MemoryStore:
         self._listed.get(conversation.owner, {}).pop(conversation.id, None)
         if thread is None:
             return
-        for id in thread.responses:
-            del self._responses[id]
-            del self._logs[id]
-            self._open.pop(id, None)
-        self._once = {key: entry for key, entry in self._once.items() if entry[1] not in thread.responses}
+        self._forget(thread.responses)
 
     async def items(self, conversation: str) -> dict[str, Item]:
         thread = self._threads.get(conversation)
         return {} if thread is None else {id: _decoded(record, Item) for id, record in thread.items.items()}
+
+    async def put_items(self, conversation: Conversation, items: Sequence[Item]) -> None:
+        record, item_records = _encoded(conversation), {item.id: _encoded(item) for item in items}
+        if conversation.id in self._threads:
+            self._put(conversation, record).items.update(item_records)
 
     async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
         key = None if response.client_message_id is None else (response.owner, response.client_message_id)
@@ -132,6 +140,16 @@ class MemoryStore:
         record = self._responses.get(id)
         return None if record is None else _decoded(record, Response)
 
+    async def delete_response(self, response: Response) -> None:
+        thread = self._threads.get(response.conversation)
+        if thread is None or response.id not in thread.responses:
+            return
+        if thread.responses == {response.id} and not (conversation := _decoded(thread.record, Conversation)).listed:
+            await self.delete_conversation(conversation)
+            return
+        thread.responses.remove(response.id)
+        self._forget([response.id])
+
     async def open_responses(self) -> list[Response]:
         oldest_first = sorted(self._open, key=lambda id: (self._open[id], id))
         return [_decoded(self._responses[id], Response) for id in oldest_first]
@@ -148,6 +166,13 @@ class MemoryStore:
         if conversation.listed:
             self._listed.setdefault(conversation.owner, {})[conversation.id] = conversation.updated_at
         return thread
+
+    def _forget(self, responses: Collection[str]) -> None:
+        for id in responses:
+            del self._responses[id]
+            del self._logs[id]
+            self._open.pop(id, None)
+        self._once = {key: entry for key, entry in self._once.items() if entry[1] not in responses}
 
     def _forget_expired(self) -> None:
         now = self._clock()

@@ -31,7 +31,10 @@ class Conversation(msgspec.Struct, kw_only=True):
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """A message in a conversation's tree. A reply keeps the exact tokens it was generated from and as."""
+    """A message in a conversation's tree. A reply keeps the exact tokens it was generated from and as.
+
+    What a model says in calling tools is text of its reply, in the markup of `engine.tool_calls`.
+    """
 
     id: str
     parent: str | None  # the item before it; None: the first
@@ -44,13 +47,50 @@ class Item(msgspec.Struct, kw_only=True):
     lead_digest: bytes = b""  # replies: digest of the text those tokens encode
     ids: list[int] | None = None  # replies: the generated tokens that make up `text`
     fingerprint: str = ""  # replies: tokenizer and template the ids belong to
+    calls: bool = False  # replies: markup of calls in its text is calls, since there were tools
+    call_ids: list[str] = []  # replies a client brought: its names for the calls in them
+    call_id: str | None = None  # tool: of the call that it answers
+    deleted: bool = False  # it holds its place in the tree, and nothing else of it is left
     version: int = VERSION
+
+    @property
+    def spoken(self) -> bool:
+        """It is a message of the chat: neither deleted nor a reply cut before its first token."""
+        return not self.deleted and bool(self.text or self.role == "tool")
 
 
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, taken from KV that already existed
     completion_tokens: int = 0
+
+
+class Asked(msgspec.Struct, kw_only=True):
+    """What was asked for, as a response object repeats it."""
+
+    model: str = ""
+    instructions: str | None = None
+    conversation: str | None = None  # if the request named one
+    temperature: float = 1.0
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_logprobs: int = 0
+    shows_logprobs: bool = False
+    max_output_tokens: int | None = None
+    truncation: str = "disabled"
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = None
+    text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
+    metadata: dict[str, str] = {}
+    store: bool = True
+    background: bool = False
+    service_tier: str = "default"
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    generate: bool = True  # False: it only had its prompt read, for the next turn
 
 
 class Response(msgspec.Struct, kw_only=True):
@@ -63,7 +103,7 @@ class Response(msgspec.Struct, kw_only=True):
     input: list[str]  # item ids it brought in
     output: str  # item id of its reply, named before it exists
     created_at: float
-    request: dict[str, Any]  # the adapter's own echo of the request's settings, returned as it came
+    request: Asked
     status: Status = "in_progress"
     completed_at: float | None = None
     reason: str | None = None  # why it is incomplete
@@ -73,12 +113,21 @@ class Response(msgspec.Struct, kw_only=True):
     version: int = VERSION
 
 
+class Logprob(msgspec.Struct, array_like=True, frozen=True):
+    """How likely the model found a token."""
+
+    piece: bytes  # what it adds to the text
+    logprob: float
+    top: list[Logprob] = []  # the likeliest tokens in its place, the likeliest first
+
+
 class Entry(msgspec.Struct, array_like=True, frozen=True):
     """One visible piece of a running reply, appended to its log before anyone sees it."""
 
     ids: list[int]
     text: str
     exact: bool = True  # the ids up to here decode to the text up to here
+    logprobs: list[Logprob] = []  # of each id, if they were asked for
 
 
 Record = TypeVar("Record", Conversation, Item, Response, Entry)

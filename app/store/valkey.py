@@ -116,6 +116,23 @@ class ValkeyStore:
             records = await self._client.hgetall(_items(conversation))
             return {id.decode(): decode(record, Item) for id, record in records.items()}
 
+    async def put_items(self, conversation: Conversation, items: Sequence[Item]) -> None:
+        with _faults("write a conversation's items"):
+            async with self._client.pipeline() as transaction:
+                for _ in range(RACES):
+                    try:
+                        await transaction.watch(_conversation(conversation.id))
+                        if not await transaction.exists(_conversation(conversation.id)):
+                            return
+                        transaction.multi()
+                        _put_conversation(transaction, conversation, existing=True)
+                        transaction.hset(_items(conversation.id), mapping={_bytes(item.id): encode(item) for item in items})
+                        await transaction.execute()
+                        return
+                    except WatchError:  # changed meanwhile, or the connection was lost: look again
+                        continue
+        raise StoreError(f"the log could not write a conversation's items: it changed {RACES} times meanwhile")
+
     async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
         with _faults("accept a turn"):
             async with self._client.pipeline() as transaction:
@@ -198,6 +215,35 @@ class ValkeyStore:
     async def response(self, id: str) -> Response | None:
         with _faults("read a response"):
             return _decoded(await self._client.get(_response(id)), Response)
+
+    async def delete_response(self, response: Response) -> None:
+        with _faults("delete a response"):
+            async with self._client.pipeline() as transaction:
+                for _ in range(RACES):
+                    try:
+                        await self._delete_response(transaction, response)
+                        return
+                    except WatchError:
+                        continue
+        raise StoreError(f"the log could not delete a response: its conversation changed {RACES} times meanwhile")
+
+    async def _delete_response(self, transaction: Any, response: Response) -> None:
+        await transaction.watch(_responses(response.conversation))
+        conversation = _decoded(await transaction.get(_conversation(response.conversation)), Conversation)
+        others = await transaction.smembers(_responses(response.conversation)) - {_bytes(response.id)}
+        if conversation and not conversation.listed and not others:
+            await self._delete(transaction, conversation)
+            return
+        once = _once(response.owner, response.client_message_id) if response.client_message_id is not None else None
+        if once is not None:
+            await transaction.watch(once)
+            if await transaction.get(once) != _bytes(response.id):  # it names a younger response by now
+                once = None
+        transaction.multi()
+        transaction.unlink(_response(response.id), _log(response.id), *([once] if once is not None else []))
+        transaction.srem(_responses(response.conversation), _bytes(response.id))
+        transaction.zrem(OPEN, _bytes(response.id))
+        await transaction.execute()
 
     async def open_responses(self) -> list[Response]:
         with _faults("read the open responses"):

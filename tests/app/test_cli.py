@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from app import cli
 from app.cli import listen, main
 from engine.core import ModelConfig
 from engine.weights.cache import default_cache_dir
+from tests.certificates import make_certificate
 from tests.engine import tiny
 from tests.serving import Server
 
@@ -25,7 +27,7 @@ ROOT = Path(cli.__file__).parent.parent
 
 # A server with a small app in place of Hocket's own: these tests are about the process around it.
 SERVE = """
-import sys, types
+import asyncio, sys, types
 from app.store import StoreError
 
 def create_app(settings):
@@ -48,6 +50,12 @@ def create_app(settings):
             await receive()
             await send({"type": "websocket.http.response.start", "status": 401, "headers": []})
             await send({"type": "websocket.http.response.body", "body": b"no key"})
+        elif scope["path"] == "/busy":
+            await receive()
+            await send({"type": "websocket.accept"})
+            while True:
+                await send({"type": "websocket.send", "text": "x"})
+                await asyncio.sleep(0)
         else:
             await receive()
             await send({"type": "websocket.accept"})
@@ -80,7 +88,7 @@ async def serving(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
 async def ready(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
-    assert line.startswith("Hocket is ready: http://"), line
+    assert line.startswith("Hocket is ready: http"), line
     return line.removeprefix("Hocket is ready: ").strip()
 
 
@@ -117,6 +125,56 @@ async def test_frames_are_bounded_and_not_compressed() -> None:
             with pytest.raises(ConnectionClosed) as closed:
                 await client.recv()
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+
+
+@pytest.mark.parametrize("path", ["/", "/busy"])
+async def test_what_a_client_sends_wrong_leaves_no_line_in_the_log(path: str) -> None:
+    """Whether the app waits for the client, or is sending to it."""
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import ConnectionClosed
+
+    async with serving("--port", "0") as process:
+        url = (await ready(process)).replace("http", "ws")
+        async with connect(f"{url}{path}") as client:
+            await client.send(b"\xff", text=True)
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    await client.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1007
+        process.terminate()
+        _, log = await process.communicate()
+        assert log.decode().split() == ["started", "stopped"]
+
+
+async def test_https_and_wss(tmp_path: Path) -> None:
+    from websockets.asyncio.client import connect
+
+    cert, key = make_certificate(tmp_path)
+    trusting = ssl.create_default_context(cafile=cert)
+    async with serving("--port", "0", "--tls-cert", str(cert), "--tls-key", str(key)) as process:
+        url = await ready(process)
+        assert url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(verify=trusting) as client:
+            assert (await client.get(url)).text == "light"
+        async with connect(url.replace("https", "wss"), ssl=trusting) as socket:
+            assert socket.transport.get_extra_info("ssl_object").version() in ("TLSv1.2", "TLSv1.3")
+            await socket.send("x")
+            await socket.wait_closed()
+            assert socket.close_code == 1000
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await client.get(url)
+            with pytest.raises(httpx.TransportError):
+                await client.get(url.replace("https", "http"))
+
+
+async def test_a_certificate_that_does_not_fit_is_told_in_a_line(tmp_path: Path) -> None:
+    (cert, _), (_, other) = make_certificate(tmp_path, "one"), make_certificate(tmp_path, "other")
+    async with serving("--port", "0", "--tls-cert", str(cert), "--tls-key", str(other)) as process:
+        out, log = await process.communicate()
+    assert process.returncode == 2 and out == b""
+    assert f"tls_key: expected the private key of the certificate in {cert}, got another's in {other}" in log.decode()
+    assert b"Traceback" not in log
 
 
 async def test_a_refused_upgrade_leaves_no_line_in_the_log() -> None:
@@ -275,7 +333,7 @@ def files(folder: Path) -> dict[str, int]:
 @pytest.mark.timeout(600)  # all kernels, if they were never compiled
 @pytest.mark.parametrize("flags", [(), ("--weights", "int8", "--exact", "--kv-dtype", "int8")])
 def test_after_warmup_a_server_makes_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    from engine.kernels.cpu import build
+    from engine.kernels.cpu import attention, build, choose, kv, linear, rows  # noqa: F401  (they declare the stages)
     from engine.kernels.cpu.stage import STAGES
 
     cache, model = cache_with_kernels(tmp_path), tiny.write_folder(tmp_path / "tiny-model")

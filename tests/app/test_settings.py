@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from app.keys import KeyRefusedError
 from app.settings import Settings, SettingsError, load
+from tests.certificates import make_certificate
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +22,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loaded(*flags: str) -> Settings:
     return load(flags, "hocket serve")
+
+
+def owner(settings: Settings, key: str = "") -> str:
+    return settings.keys().caller({"type": "http", "path": "/v1/models", "headers": [(b"api-key", key.encode())]}).owner
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    return make_certificate(tmp_path)
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +45,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.schedule_policy, settings.max_step_ms, settings.batch_window_ms) == ("fcfs", 100, 0)
     assert (settings.swap_gib, settings.offload_dir, settings.shared_prefixes) == (0, None, ())
     assert (settings.threads, settings.max_queue, settings.max_frame_bytes, settings.log_level) == (0, 256, 4 * 1024 * 1024, "info")
-    assert settings.keys.owner({"headers": []}) == "local"
+    assert (settings.api_key, settings.tls_cert, settings.tls_key) == ([], None, None)
+    assert owner(settings) == "local"
     assert settings.hosts == ["127.0.0.1", "localhost", "127.0.0.1", "[::1]"]
     monkeypatch.setenv("XDG_DATA_HOME", "/data")
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
@@ -128,15 +141,83 @@ def test_keys_open_other_addresses_and_stay_secret(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("SECRET-1 ana\n")
     settings = loaded("--host", "0.0.0.0", "--api-key", str(file), "--redis-url", "redis://:SECRET@x")
-    assert settings.keys.owner({"headers": [(b"api-key", b"SECRET-1")]}) == "ana"
+    assert owner(settings, "SECRET-1") == "ana"
     assert "SECRET" not in repr(settings) + str(settings)
     with pytest.raises(SettingsError, match="either api_key or no_auth"):
         loaded("--api-key", str(file), "--no-auth")
     assert loaded("--host", "0.0.0.0", "--no-auth").hosts[0] == "0.0.0.0"
     file.write_text("SECRET-1 ana\nSECRET-1 ben\n")
-    with pytest.raises(SettingsError, match="line 2: the key of line 1 again") as caught:
+    with pytest.raises(SettingsError, match=r"api_key: .*, line 2: the key of .*, line 1 again") as caught:
         loaded("--api-key", str(file))
     assert "SECRET" not in str(caught.value)
+
+
+def test_keys_come_by_themselves_and_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, config = tmp_path / "keys", tmp_path / "hocket.toml"
+    file.write_text("SECRET-1 ana\n")
+    settings = loaded("--api-key", "SECRET-2", "--api-key", str(file), "--api-key", "SECRET-3", "--host", "0.0.0.0")
+    own = [owner(settings, key) for key in ("SECRET-1", "SECRET-2", "SECRET-3")]
+    assert own[0] == "ana" and all(re.fullmatch("key-[0-9a-f]{12}", name) for name in own[1:]) and len(set(own)) == 3
+    assert "SECRET" not in repr(settings) + str(settings)
+    for given in (f'api_key = ["SECRET-2", "{file}"]', f'api_key = "SECRET-2, {file}"'):
+        config.write_text(given)
+        settings = loaded("--config", str(config))
+        assert [owner(settings, key) for key in ("SECRET-1", "SECRET-2")] == own[:2]
+    monkeypatch.setenv("HOCKET_API_KEY", f"SECRET-3,{file}")
+    settings = loaded("--config", str(config))
+    assert [owner(settings, key) for key in ("SECRET-1", "SECRET-3")] == ["ana", own[2]]
+    with pytest.raises(KeyRefusedError):
+        owner(settings, "SECRET-2")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ('api_key = ""', "expected a key or a file of keys, got an empty one"),
+        ('api_key = ["k", " "]', "expected a key or a file of keys, got an empty one"),
+        ("api_key = 5303", "expected it to be a valid list"),
+        ("api_key = [5303]", "expected it to be a valid string"),
+        ('api_key = ["k", "SECRET 5303"]', "key 2: expected the path of a file, or a key of"),
+        ('api_key = ["5303", "5303"]', "key 2: the key of key 1 again"),
+    ],
+)
+def test_keys_that_cannot_be_used_are_not_shown(tmp_path: Path, given: str, expected: str) -> None:
+    config = tmp_path / "hocket.toml"
+    config.write_text(given)
+    with pytest.raises(SettingsError, match=f"^api_key: {expected}") as caught:
+        loaded("--config", str(config))
+    assert "5303" not in str(caught.value)
+
+
+def test_an_empty_key_opens_nothing() -> None:
+    """`--api-key "$UNSET"`"""
+    for given in ("", " ", ","):
+        with pytest.raises(SettingsError, match="--api-key: expected a key or a file of keys, got an empty one"):
+            loaded("--api-key", given)
+
+
+def test_a_certificate_and_its_key(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = certificate
+    settings = loaded("--tls-cert", str(cert), "--tls-key", str(key))
+    assert (settings.tls_cert, settings.tls_key) == (cert, key)
+    (tmp_path / "other").mkdir()
+    _, other = make_certificate(tmp_path / "other")
+    _, locked = make_certificate(tmp_path / "other", "locked", "-passout", "pass:SECRET")
+    for flags, expected in (
+        (["--tls-cert", str(cert)], "expected both tls_cert and tls_key, or neither, got only tls_cert"),
+        (["--tls-key", str(key)], "expected both tls_cert and tls_key, or neither, got only tls_key"),
+        (["--tls-cert", "/none.pem", "--tls-key", str(key)], "tls_cert: expected a PEM file at /none.pem: No such file"),
+        (["--tls-cert", str(cert), "--tls-key", str(tmp_path)], f"tls_key: expected a PEM file at {tmp_path}: Is a directory"),
+        (["--tls-cert", str(key), "--tls-key", str(key)], f"tls_cert: expected a certificate .PEM. in {key}, found none"),
+        (["--tls-cert", str(cert), "--tls-key", str(cert)], f"tls_key: expected a private key .PEM. without a pass phrase in {cert}"),
+        (["--tls-cert", str(cert), "--tls-key", str(locked)], f"tls_key: expected a private key .PEM. without a pass phrase in {locked}"),
+        (
+            ["--tls-cert", str(cert), "--tls-key", str(other)],
+            f"tls_key: expected the private key of the certificate in {cert}, got another's",
+        ),
+    ):
+        with pytest.raises(SettingsError, match=expected):
+            loaded(*flags)
 
 
 def test_settings_do_not_change() -> None:

@@ -102,7 +102,7 @@ def hall(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         cache_dir=tiny_folder.parent / "cache",
         data_dir=tmp_path,
         store="memory",
-        api_key=tmp_path / "keys",
+        api_key=[str(tmp_path / "keys")],
         kernels="reference",
         threads=1,
         max_batch_size=2,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+from websockets.typing import Origin, Subprotocol
 
 from tests.app.wire import Wire
 from tests.serving import Server, StartFailed
@@ -24,6 +27,7 @@ PATHS = [
     ("GET", "/v1/responses/resp_x"),
     ("POST", "/v1/responses"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/realtime/client_secrets"),
     ("GET", "/v1/conversations"),
     ("POST", "/v1/conversations"),
     ("GET", "/nowhere"),
@@ -65,18 +69,19 @@ def test_sockets_too(server: Server) -> None:
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# key owner\nkey-of-ana ana\nkey-of-ben ben\n")
-    running = Server(keys.parent / "data", "--api-key", str(keys)).start()
+    running = Server(keys.parent / "data", "--api-key", str(keys), "--api-key", "key-of-nobody", "--log-level", "debug").start()
     yield running
     running.stop()
+    assert "/v1/responses" in running.log and "key-of-" not in running.log, "no key is ever logged, nor what was offered for one"
 
 
 def test_without_a_key_nothing_but_the_page_and_health(locked: Server) -> None:
     for method, path in PATHS:
         public = not path.startswith("/v1/") and path != "/nowhere"
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"api-key": "wrong"}):
+        for headers in ({}, {"Authorization": "Bearer key-of-cyd"}, {"api-key": "key-of-cyd"}):
             status = httpx.request(method, f"{locked.url}{path}", headers=headers).status_code
             assert (status == 401) is not public, path
-    for headers in ({"Authorization": "Bearer key-of-ana"}, {"api-key": "key-of-ana"}):
+    for headers in ({"Authorization": "Bearer key-of-ana"}, {"api-key": "key-of-ana"}, {"api-key": "key-of-nobody"}):
         assert httpx.get(f"{locked.url}/v1/models", headers=headers).status_code == 200
 
 
@@ -93,6 +98,36 @@ def test_sockets_say_who_they_are(locked: Server) -> None:
     with Wire(locked.url, subprotocols=["hocket", "openai-insecure-api-key.key-of-ana"]) as wire:
         assert wire.connection.subprotocol == "hocket"
         assert wire.respond(input="Hi", max_output_tokens=1)[-1]["type"] == "response.incomplete"
+
+
+def test_an_ephemeral_key_is_for_its_owners_realtime_socket_alone(locked: Server) -> None:
+    """A page gets one from its own server, and can do nothing else with it."""
+    ana, ben = ({"Authorization": f"Bearer key-of-{name}"} for name in ("ana", "ben"))
+    made = httpx.post(f"{locked.url}/v1/realtime/client_secrets", json={"session": {"instructions": "Be brief."}}, headers=ana).json()
+    key = made["value"]
+    url = locked.url.replace("http", "ws")
+    with connect(
+        f"{url}/v1/realtime",
+        subprotocols=[Subprotocol("realtime"), Subprotocol(f"openai-insecure-api-key.{key}")],
+        origin=Origin(locked.url),
+    ) as socket:
+        assert socket.subprotocol == "realtime"
+        session = json.loads(socket.recv(60))["session"]
+        assert session["instructions"] == "Be brief."
+        item = {"id": "item_hers", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+        socket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+        assert json.loads(socket.recv(60))["type"] == "conversation.item.added"
+    offered = {"Authorization": f"Bearer {key}"}
+    with pytest.raises(InvalidStatus) as refused:
+        Wire(locked.url, additional_headers=offered)
+    assert refused.value.response.status_code == 401
+    for method, path in (("GET", "/v1/models"), ("GET", "/v1/realtime"), ("POST", "/v1/realtime/client_secrets")):
+        assert httpx.request(method, f"{locked.url}{path}", headers=offered).status_code == 401, path
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"{url}/v1/realtime", additional_headers={"Authorization": f"Bearer {key[:-1]}"})
+    assert refused.value.response.status_code == 401
+    assert httpx.get(f"{locked.url}/v1/conversations", headers=ben).json()["data"] == []
+    assert key not in locked.log
 
 
 def test_owners_see_nothing_of_each_other(locked: Server) -> None:
@@ -128,8 +163,10 @@ def test_owners_see_nothing_of_each_other(locked: Server) -> None:
 
         real = answers(made["id"], conversation)
         assert real == answers("resp_" + "0" * 32, "conv_" + "0" * 32)
-        assert all("404" in one for one in real)
-        assert httpx.get(f"{locked.url}/v1/conversations", headers=ben).json()["data"] == []
+        assert "'status': 400" in real[0], "what a request refers to is a field of it"
+        assert all("404" in one for one in real[1:])
+        for other in (ben, {"Authorization": "Bearer key-of-nobody"}):
+            assert httpx.get(f"{locked.url}/v1/conversations", headers=other).json()["data"] == []
         hers.create(input="Long.", ignore_eos=True, max_output_tokens=30)
         running = hers.receive()["response"]["id"]
         his.send({"type": "response.cancel", "response_id": running})

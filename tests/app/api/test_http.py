@@ -87,21 +87,46 @@ def test_chat_by_the_official_sdk(server: Server) -> None:
     [
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "call_1"}]}, 400, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
         ({"messages": "hi"}, 400, "messages"),
         ({"model": "gpt-9"}, 404, "model"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": 10**12}, 400, "max_tokens"),
         ({"n": 10**9}, 400, "n"),
         ({"stop": ["x"] * 100_000}, 400, "stop"),
+        ({"n": 17}, 400, "n"),
+        ({"n": 0}, 400, "n"),
         ({"logit_bias": {"49152": 1}}, 400, "logit_bias"),
-        ({"logprobs": True}, 400, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"tools": [{}]}, 400, "tools"),
+        ({"logit_bias": {"-1": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, 400, "logit_bias"),
+        ({"stop_token_ids": [49152]}, 400, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
+        ({"stop_token_ids": [10**30]}, 400, "stop_token_ids"),
+        ({"temperature": 3}, 400, "temperature"),
+        ({"seed": 2**64}, 400, "seed"),
+        ({"logprobs": 1}, 400, "logprobs"),
+        ({"top_logprobs": 3}, 400, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+        ({"response_format": {}}, 400, "response_format"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}}, 400, "response_format"),
+        ({"response_format": {"type": "regex", "regex": "("}}, 400, "response_format"),
+        ({"response_format": {"type": "grammar", "grammar": "start"}}, 400, "response_format"),
+        ({"tools": [{}]}, 400, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, 400, "tools"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, 400, "functions"),
         ({"reasoning_effort": "high"}, 400, "reasoning_effort"),
         ({"guided_regex": "a*"}, 400, "guided_regex"),
-        ({"add_generation_prompt": False}, 400, "add_generation_prompt"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, 400, "messages.tool_calls"),
+        ({"structured_outputs": {"regex": "a*"}}, 400, "structured_outputs"),
+        ({"continue_final_message": True}, 400, "continue_final_message"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, 400, "messages.0.tool_calls.0"),
+        ({"messages": [{"role": "user", "content": "x", "function_call": {"name": "f"}}]}, 400, "messages.0.function_call"),
         ({"messages": [{"role": "user", "content": "x"}] * 100_000}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "0 " * 50_000}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 5_000_000}]}, 413, None),
@@ -139,8 +164,8 @@ def test_a_run_that_someone_may_come_back_for_goes_on(server: Server, way: str) 
         with client.stream("POST", "/v1/responses", json=asked, headers=headers) as response:
             lines = response.iter_lines()
             created = next(json.loads(line[6:]) for line in lines if line.startswith("data: "))
-        server.wait_until_idle()
-        ended = client.get(f"/v1/responses/{created['response']['id']}").json()
+        with client.stream("GET", f"/v1/responses/{created['response']['id']}", params={"stream": "true"}) as rest:
+            ended = sse(rest)[-1]["response"]
     assert ended["incomplete_details"] == {"reason": "max_output_tokens"}
 
 

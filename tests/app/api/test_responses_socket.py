@@ -199,12 +199,48 @@ def test_a_cancel_counts_even_if_the_socket_closes_before_the_response_is_accept
     server.wait_until_idle()
 
 
-def test_a_seventeenth_lane_and_a_flood_of_frames_are_refused(wire: Wire) -> None:
+def test_sixteen_responses_at_a_time_and_the_rest_wait(wire: Wire) -> None:
+    for lane in range(20):
+        wire.create(stream_id=f"lane-{lane}", input="Hi", ignore_eos=True, max_output_tokens=30)
+    active: set[str] = set()
+    most = ended = 0
+    while ended < 20:
+        event = wire.receive()
+        if event["type"] == "response.created":
+            active.add(event["stream_id"])
+        elif event["type"] == "response.incomplete":
+            active.remove(event["stream_id"])
+            ended += 1
+        most = max(most, len(active))
+    assert most == 16
+
+
+def test_a_cancel_finds_a_response_that_waits_for_its_place(wire: Wire) -> None:
     for lane in range(16):
         wire.create(stream_id=f"lane-{lane}", input="Hi", ignore_eos=True, max_output_tokens=30)
+    wire.create(stream_id="late", input="Write a very long story.", ignore_eos=True, max_output_tokens=2000)
+    wire.send({"type": "response.cancel", "stream_id": "late"})
+    late: list[Event] = []
+    while not late or late[-1]["type"] != "response.incomplete":
+        event = wire.receive()
+        late += [event] if event.get("stream_id") == "late" else []
+    assert late[-1]["response"]["incomplete_details"] == {"reason": "cancelled"}
+
+
+def test_a_thirty_third_name_is_refused_and_the_others_stay_good(wire: Wire) -> None:
+    for lane in range(32):
+        assert wire.respond(stream_id=f"lane-{lane}", input="Hi", max_output_tokens=1)[-1]["type"] == "response.incomplete"
     wire.create(stream_id="one-more", input="Hi")
-    refused = next(event for event in iter(wire.receive, None) if event["type"] == "error")
-    assert (refused["error"]["code"], refused["stream_id"]) == ("websocket_stream_limit_reached", "one-more")
+    refused = wire.receive()
+    assert (refused["status"], refused["stream_id"]) == (400, "one-more")
+    assert (refused["error"]["code"], refused["error"]["param"]) == ("websocket_stream_limit_reached", "stream_id")
+    assert wire.respond(stream_id="lane-7", input="Hi", max_output_tokens=1)[-1]["stream_id"] == "lane-7"
+    default = wire.respond(input="Hi", max_output_tokens=1)[-1]
+    assert (default["type"], default.get("stream_id")) == ("response.incomplete", None), "the default lane has no name"
+
+
+def test_a_flood_of_frames_is_refused(wire: Wire) -> None:
+    wire.create(stream_id="lane-0", input="Hi", ignore_eos=True, max_output_tokens=60)
     for _ in range(3):
         wire.create(stream_id="lane-0", input="x" * 3_500_000)
     refused = next(event for event in iter(wire.receive, None) if event["type"] == "error")
@@ -233,20 +269,6 @@ def test_a_conversation_keeps_its_turns(wire: Wire, server: Server) -> None:
     assert (event["status"], event["error"]["code"], event["stream_id"]) == (409, "conversation_locked", "y")
     wire.send({"type": "response.cancel", "stream_id": "x"})
     assert wire.rest()[-1]["type"] == "response.incomplete"
-
-
-def test_what_is_not_stored_lives_and_dies_with_the_connection(wire: Wire, server: Server) -> None:
-    stored = wire.respond(input="My name is Ana.", **GREEDY)[-1]["response"]
-    hidden = wire.respond(input="I am 7.", previous_response_id=stored["id"], store=False, **GREEDY)[-1]["response"]
-    assert hidden["store"] is False
-    more = wire.respond(input="How old am I?", previous_response_id=hidden["id"], store=False, **GREEDY)[-1]["response"]
-    assert more["usage"]["input_tokens_details"]["cached_tokens"] > 0
-    assert httpx.get(f"{server.url}/v1/responses/{hidden['id']}").status_code == 404
-    with Wire(server.url) as other:
-        refused = other.respond(input="And now?", previous_response_id=hidden["id"])[-1]
-    assert refused["error"]["code"] == "previous_response_not_found"
-    kept = wire.respond(input="Keep this.", previous_response_id=more["id"], **GREEDY)[-1]["response"]
-    assert httpx.get(f"{server.url}/v1/responses/{kept['id']}").status_code == 200
 
 
 def test_a_run_outlives_its_socket(server: Server) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from app.conversations.run import Run
 from app.conversations.service import Conversations
-from app.conversations.turn import Turn
+from app.conversations.turn import Said, Turn
 from app.store.memory import MemoryStore
-from app.store.records import Role
+from app.store.records import Asked
 from engine.batcher import Batcher
 from engine.core import SamplingParams
 from tests.app.conversations.hostile import CONTEXT, prompt_of
@@ -33,14 +33,14 @@ class Exchange:
     """A turn that has ended, and what it followed."""
 
     parent: Exchange | None
-    said: list[tuple[Role, str]]  # new in this turn
+    said: list[Said]  # new in this turn
     run: Run
     text: str  # of the reply, as its followers were shown it
 
     @property
-    def chat(self) -> list[tuple[Role, str]]:
+    def chat(self) -> list[Said]:
         before = self.parent.chat if self.parent else []
-        return [*before, *self.said, ("assistant", self.text)]
+        return [*before, *self.said, Said("assistant", self.text)]
 
     @property
     def path(self) -> Iterator[Exchange]:
@@ -69,10 +69,10 @@ class Talk:
         as_item = self.random.random() < 0.5
         for number in range(TURNS):
             parent = self.random.choice(self.ended) if self.ended and self.random.random() < 0.3 else (self.ended or [None])[-1]
-            said: list[tuple[Role, str]] = [("user", f"{self.name} {number} {self.text()}")]
+            said: list[Said] = [Said("user", f"{self.name} {number} {self.text()}")]
             if not parent and system and as_item:
-                said.insert(0, ("system", system))
-            follows = parent is not None and parent.run.response.request["stored"] and self.random.random() < 0.4
+                said.insert(0, Said("system", system))
+            follows = parent is not None and parent.run.response.request.store and self.random.random() < 0.4
             stored = follows or self.random.random() < 0.5
             asked = Turn(
                 owner=owner,
@@ -81,7 +81,7 @@ class Talk:
                 instructions=None if as_item else system,
                 previous=parent.run.id if follows and parent else None,
                 stored=stored,
-                request={"stored": stored},
+                request=Asked(store=stored),
             )
             if parent:
                 self.seen["following" if follows else "whole"] += 1
@@ -90,7 +90,7 @@ class Talk:
             self.check(self.ended[-1])
             self.check_cached(self.ended[-1])
 
-    async def exchange(self, asked: Turn, parent: Exchange | None, said: list[tuple[Role, str]]) -> Exchange:
+    async def exchange(self, asked: Turn, parent: Exchange | None, said: list[Said]) -> Exchange:
         run = await self.conversations.submit(asked)
         entries = self.random.randrange(8) if self.random.random() < 0.3 else 1000  # after which it is cancelled
         if not entries:

@@ -76,7 +76,7 @@ async def test_a_store_that_stays_away_fails_the_run(
     monkeypatch.setattr("app.conversations.service.UNWRITTEN_SECONDS", 0.01)
     flaky = Flaky(valkey, after_writing=False)
     conversations = new_conversations(flaky)
-    thread = await conversations.create("ana", {})
+    thread = await conversations.threads.create("ana", {})
     run = await conversations.submit(turn(conversation=thread.id, max_tokens=150))
     flaky.broken = fault
     await run.done()
@@ -92,7 +92,7 @@ async def test_a_store_that_stays_away_fails_the_run(
     assert await valkey.open_responses() == []
     assert await valkey.response(run.id) == run.response
     await (await conversations.submit(turn(conversation=thread.id))).done()
-    await conversations.delete("ana", thread.id)
+    await conversations.threads.delete("ana", thread.id)
     await conversations.close()
 
 
@@ -111,7 +111,7 @@ async def test_recovery_keeps_what_was_logged(
     conversations: Conversations, valkey: ValkeyStore, new_conversations: Callable[[object], Conversations]
 ) -> None:
     """What a killed process leaves: an accepted response, some of its log, no end."""
-    run = await conversations.submit(turn(max_tokens=150, request={"stop": None}))
+    run = await conversations.submit(turn(max_tokens=150))
     seen = []
     async for _, entry in run.entries():
         seen.append(entry)
@@ -235,12 +235,12 @@ async def test_deleting_while_a_turn_is_being_accepted_leaves_nothing(
 ) -> None:
     gate = Gated(valkey)
     conversations = new_conversations(gate)
-    thread = await conversations.create("ana", {})
+    thread = await conversations.threads.create("ana", {})
     if fails:
         monkeypatch.setattr(valkey, "accept", Flaky(valkey, False)._fail)
     submitting = asyncio.create_task(conversations.submit(turn(conversation=thread.id)))
     await gate.asked.wait()
-    deleting = asyncio.create_task(conversations.delete("ana", thread.id))
+    deleting = asyncio.create_task(conversations.threads.delete("ana", thread.id))
     await asyncio.sleep(0)
     gate.open.set()
     await deleting
@@ -257,25 +257,25 @@ async def test_deleting_while_a_turn_is_being_accepted_leaves_nothing(
 async def test_deleting_while_a_turn_is_being_tokenised_leaves_nothing(
     conversations: Conversations, valkey: ValkeyStore, batcher: Batcher, monkeypatch: pytest.MonkeyPatch, branch: bool
 ) -> None:
-    thread = await conversations.create("ana", {})
+    thread = await conversations.threads.create("ana", {})
     first = await conversations.submit(turn(conversation=thread.id))
     await first.done()
     real, asked, go_on = batcher.prompt, asyncio.Event(), asyncio.Event()
 
-    async def slow(messages: Any) -> Any:
+    async def slow(*chat: Any) -> Any:
         asked.set()
         await go_on.wait()
-        return await real(messages)
+        return await real(*chat)
 
     monkeypatch.setattr(batcher, "prompt", slow)
     following = turn(previous=first.id) if branch else turn(conversation=thread.id)
     submitting = asyncio.create_task(conversations.submit(following))
     await asked.wait()
-    deleting = asyncio.create_task(conversations.delete("ana", thread.id))
+    deleting = asyncio.create_task(conversations.threads.delete("ana", thread.id))
     await asyncio.sleep(0.05)  # time to do it wrong
     go_on.set()
     await asyncio.gather(submitting, deleting)
-    assert await conversations.listed("ana", 10) == []
+    assert await conversations.threads.listed("ana", 10) == []
     assert await valkey.items(thread.id) == {}
     assert await valkey.open_responses() == []
 

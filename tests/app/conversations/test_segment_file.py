@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,24 @@ def test_a_reply_that_followed_text_still_does(folder: Path) -> None:
         say(segments, HELLO, reply("hi", 1, 2))
     with opened(folder) as segments:
         assert known(segments, [*opening, ("assistant", "yes"), ("user", "?")]) == [None, None, None, [5], None]
+
+
+@pytest.mark.parametrize(
+    ("after", "known_first"), [(1 << 62, True), (5, True), (4, True), (3, True), (2, True), (0, False), (-2, False), (-(1 << 62), False)]
+)
+def test_a_reply_that_is_said_to_follow_what_it_cannot_is_found_still(folder: Path, after: int, known_first: bool) -> None:
+    """By whole records that nobody here has written. What it follows is looked for before it, if anywhere; and the search ends."""
+    said: list[Said] = [*HELLO, ("assistant", "hi"), ("user", "more")]
+    with opened(folder) as segments:
+        say(segments, HELLO, reply("hi", 1, 2))
+        say(segments, said, reply("yes", 5))
+    file = SegmentFile(folder)
+    file.rewrite([(key, replace(segment, after=after)) for key, segment in file.read()])
+    file.close()
+    with opened(folder) as segments:
+        found = known(segments, [*said, ("assistant", "yes"), ("user", "?")])
+        assert found == [None, [1, 2] if known_first else None, None, [5], None]
+        assert known(segments, [*HELLO, ("assistant", "hi")]) == [None, [1, 2]]
 
 
 def test_nobody_else_may_read_it(folder: Path) -> None:
@@ -187,6 +206,49 @@ def test_a_file_that_cannot_be_written_anew_stays(folder: Path, monkeypatch: pyt
         assert [path.name for path in folder.iterdir()] == ["segments"]
     assert len(caplog.records) == 1
     assert kept(folder, "abcdef") == "abcdef"
+
+
+def test_it_is_written_anew_in_one_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the system has all of it or says that it has not."""
+    written: list[bytes] = []
+    write = os.write
+
+    def overhear(file: int, data: bytes) -> int:
+        written.append(data)
+        return write(file, data)
+
+    with opened(folder) as segments:
+        fill(segments, "abcdef")
+    whole = (folder / "segments").read_bytes()
+    monkeypatch.setattr(os, "write", overhear)
+    with opened(folder, 2 * EACH):
+        assert written == [(folder / "segments").read_bytes()] == [whole[len(whole) // 6 * 4 :]]
+
+
+@pytest.mark.parametrize("room", [0, 1, 70, -1])
+def test_a_disk_that_is_full_before_it_is_written_anew_leaves_it_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    """Whether the system takes none, some, or all but a byte; and what comes when there is room again follows what there was."""
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[:room])
+
+    with opened(folder) as segments:
+        fill(segments, "abcdef")
+    whole = (folder / "segments").read_bytes()
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(os, "write", full)
+        with opened(folder, 2 * EACH) as segments:
+            assert [path.name for path in folder.iterdir()] == ["segments"]
+            assert (folder / "segments").read_bytes() == whole
+            patched.setattr(os, "write", write)
+            fill(segments, "g")
+    assert len(caplog.records) == 1
+    assert kept(folder, "abcdefg") == "abcdefg"
 
 
 def test_of_two_servers_the_second_keeps_its_hands_off(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from app.conversations import ledger
 from app.conversations.run import Run
 from app.conversations.segments import ENTRY_TOKENS, Segments
 from app.conversations.service import Conversations
+from app.conversations.turn import Said as NewItem
 from app.conversations.turn import Turn
 from app.store.memory import MemoryStore
 from app.store.records import Item, Role
@@ -198,7 +199,7 @@ async def conversations(hostile_batcher: Batcher) -> AsyncIterator[Conversations
 def newlines(chat: list[Said] = HELLO, **fields: Any) -> Turn:
     """A turn that is answered by two line feeds, each a token."""
     asked = turn(max_tokens=2, **fields)
-    return replace(asked, items=chat, sampling=replace(asked.sampling, logit_bias={NEWLINE: 100.0}))
+    return replace(asked, items=[NewItem(role, text) for role, text in chat], sampling=replace(asked.sampling, logit_bias={NEWLINE: 100.0}))
 
 
 async def done(conversations: Conversations, asked: Turn) -> Run:

@@ -10,7 +10,7 @@ import pytest
 from app.conversations.errors import ConflictError, ConversationError, NotFoundError
 from app.conversations.run import Run
 from app.conversations.service import Conversations, Shelf
-from app.conversations.turn import Turn
+from app.conversations.turn import Said, Turn
 from app.store.records import Item
 from app.store.valkey import ValkeyStore
 from engine.batcher import Batcher
@@ -93,7 +93,7 @@ async def test_a_stopped_reply_keeps_the_tokens_of_its_text(conversations: Conve
 
 async def test_a_retry_in_a_conversation_finds_its_run_while_it_is_in_progress(conversations: Conversations) -> None:
     """C4: neither the conversation's own lock nor a second request answers it."""
-    thread = await conversations.create("ana", {})
+    thread = await conversations.threads.create("ana", {})
     message = turn(conversation=thread.id, client_message_id="m", max_tokens=100)
     runs = await asyncio.gather(*(conversations.submit(message) for _ in range(3)))
     assert not runs[0].finished
@@ -110,7 +110,7 @@ async def test_a_conversation_without_a_name_cannot_be_named(conversations: Conv
 
 
 async def test_following_a_response_of_a_conversation_takes_its_turn(conversations: Conversations) -> None:
-    thread = await conversations.create("ana", {})
+    thread = await conversations.threads.create("ana", {})
     first = await conversations.submit(turn(conversation=thread.id))
     await first.done()
     running = await conversations.submit(turn(conversation=thread.id, max_tokens=150))
@@ -119,7 +119,7 @@ async def test_following_a_response_of_a_conversation_takes_its_turn(conversatio
     await running.done()
     branch = await conversations.submit(turn(previous=first.id))
     await branch.done()
-    assert len(await conversations.items("ana", thread.id)) == 4, "the newest turn is where the conversation goes on"
+    assert len(await conversations.threads.items("ana", thread.id)) == 4, "the newest turn is where the conversation goes on"
 
 
 async def test_a_reply_of_another_model_is_rendered_anew(conversations: Conversations, valkey: ValkeyStore) -> None:
@@ -161,7 +161,7 @@ async def test_a_repeated_message_runs_once(conversations: Conversations, batche
 
 async def test_owners_do_not_exist_for_each_other(conversations: Conversations) -> None:
     """C9: the same answer as for an id that never was."""
-    thread = await conversations.create("ana", {})
+    thread = await conversations.threads.create("ana", {})
     run = await conversations.submit(turn(conversation=thread.id, max_tokens=150))
 
     async def refused(action: Callable[[str, str, str], Any]) -> None:
@@ -176,11 +176,11 @@ async def test_owners_do_not_exist_for_each_other(conversations: Conversations) 
     await refused(lambda owner, response, _: conversations.cancel(owner, response))
     await refused(lambda owner, response, _: conversations.submit(turn(owner=owner, previous=response)))
     await refused(lambda owner, _, conversation: conversations.submit(turn(owner=owner, conversation=conversation)))
-    await refused(lambda owner, _, conversation: conversations.conversation(owner, conversation))
-    await refused(lambda owner, _, conversation: conversations.items(owner, conversation))
-    await refused(lambda owner, _, conversation: conversations.delete(owner, conversation))
-    await refused(lambda owner, _, conversation: conversations.listed(owner, 10, conversation))
-    assert await conversations.listed("ben", 10) == []
+    await refused(lambda owner, _, conversation: conversations.threads.conversation(owner, conversation))
+    await refused(lambda owner, _, conversation: conversations.threads.items(owner, conversation))
+    await refused(lambda owner, _, conversation: conversations.threads.delete(owner, conversation))
+    await refused(lambda owner, _, conversation: conversations.threads.listed(owner, 10, conversation))
+    assert await conversations.threads.listed("ben", 10) == []
     await run.done()
     assert run.response.reason == "max_output_tokens", "nobody stopped it"
 
@@ -194,7 +194,7 @@ async def test_owners_share_no_cache(conversations: Conversations) -> None:
 
 
 async def test_one_turn_of_a_conversation_at_a_time(conversations: Conversations) -> None:
-    thread = await conversations.create("ana", {"topic": "x"})
+    thread = await conversations.threads.create("ana", {"topic": "x"})
     both = await asyncio.gather(
         *(conversations.submit(turn(conversation=thread.id, max_tokens=100)) for _ in range(2)), return_exceptions=True
     )
@@ -210,15 +210,15 @@ async def test_one_turn_of_a_conversation_at_a_time(conversations: Conversations
     await run.done()
     assert (run.response.status, run.response.reason) == ("incomplete", "cancelled")
     await (await conversations.submit(turn(conversation=thread.id))).done()
-    assert [item.role for item in await conversations.items("ana", thread.id)] == ["user", "assistant"] * 2
-    (listed,) = await conversations.listed("ana", 10)
+    assert [item.role for item in await conversations.threads.items("ana", thread.id)] == ["user", "assistant"] * 2
+    (listed,) = await conversations.threads.listed("ana", 10)
     assert (listed.id, listed.title, listed.metadata) == (thread.id, "hello you", {"topic": "x"})
 
 
 async def test_deleting_ends_what_runs(conversations: Conversations, valkey: ValkeyStore) -> None:
-    thread = await conversations.create("ana", {})
+    thread = await conversations.threads.create("ana", {})
     run = await conversations.submit(turn(conversation=thread.id, max_tokens=200))
-    await conversations.delete("ana", thread.id)
+    await conversations.threads.delete("ana", thread.id)
     assert run.response.reason == "cancelled"
     assert await valkey.response(run.id) is None
     assert await valkey.items(thread.id) == {}
@@ -263,3 +263,47 @@ async def test_not_ready_is_said(valkey: ValkeyStore, batcher: Batcher) -> None:
     idle = Conversations(valkey, Batcher(batcher.options), lambda owner: b"")
     with pytest.raises(NotReadyError):
         await idle.submit(turn())
+
+
+async def test_a_prompt_that_is_only_read_warms_the_next_turn(conversations: Conversations) -> None:
+    warm = await conversations.submit(turn("hello you " * 8, generate=False))
+    assert await text_of(warm) == ""
+    assert (warm.response.status, warm.response.usage.completion_tokens, warm.reply.text) == ("completed", 0, "")
+    after = await conversations.submit(turn("go on", previous=warm.id))
+    told = [Said("user", "hello you " * 8), Said("user", "go on")]
+    cold = await conversations.submit(replace(turn(), items=told, owner="ben"))
+    assert await text_of(after) == await text_of(cold)
+    assert after.response.usage.cached_tokens >= warm.response.usage.prompt_tokens - 8, "all but what opens a reply"
+
+
+async def test_a_raw_prompt_is_run_as_it_is(conversations: Conversations, batcher: Batcher) -> None:
+    ids = await batcher.encode("hello you")
+    text = await conversations.submit(turn(stored=False, raw="hello you"))
+    same = await conversations.submit(turn(stored=False, raw=tuple(ids)))
+    assert await text_of(text) == await text_of(same)
+    assert text.response.usage.prompt_tokens == same.response.usage.prompt_tokens == len(ids)
+    with pytest.raises(RequestError, match="expected a prompt of at least one token"):
+        await conversations.submit(turn(stored=False, raw=()))
+
+
+async def test_a_deleted_response_is_gone_and_what_it_said_with_it(conversations: Conversations, valkey: ValkeyStore) -> None:
+    run = await conversations.submit(turn(max_tokens=150))
+    with pytest.raises(NotFoundError):
+        await conversations.delete_response("ben", run.id)
+    await conversations.delete_response("ana", run.id)
+    assert run.finished
+    with pytest.raises(NotFoundError):
+        await conversations.attach("ana", run.id)
+    with pytest.raises(NotFoundError):
+        await conversations.submit(turn(previous=run.id))
+    assert await valkey.items(run.response.conversation) == {}
+
+
+async def test_the_items_that_a_response_brought_in(conversations: Conversations) -> None:
+    first = await conversations.submit(turn("one"))
+    await first.done()
+    second = await conversations.submit(turn("two", previous=first.id))
+    assert [item.text for item in await conversations.input_items("ana", second.id)] == ["two"]
+    with pytest.raises(NotFoundError):
+        await conversations.input_items("ben", second.id)
+    await second.done()

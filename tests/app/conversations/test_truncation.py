@@ -13,9 +13,8 @@ import pytest_asyncio
 
 from app.conversations.run import Run
 from app.conversations.service import Conversations
-from app.conversations.turn import Turn
+from app.conversations.turn import Said, Turn
 from app.store.memory import MemoryStore
-from app.store.records import Role
 from engine.batcher import Batcher
 from engine.core import RequestError
 from engine.tokenizer import Place, Tokenizer
@@ -97,12 +96,12 @@ async def test_a_long_conversation_goes_on_and_the_front_of_its_prompt_stays_put
 @pytest.mark.parametrize("altered", [False, True])
 async def test_a_client_that_sends_everything_gets_the_same_windows(conversations: Conversations, batcher: Batcher, altered: bool) -> None:
     """Also one whose replies come back altered, and so are never known by their tokens."""
-    whole: list[tuple[Role, str]] = [("system", "Be kind.")]
+    whole: list[Said] = [Said("system", "Be kind.")]
     runs = []
     for number in range(TURNS):
-        whole.append(("user", numbered(number)))
+        whole.append(Said("user", numbered(number)))
         runs.append(await done(conversations, replace(asking(number, stored=False), items=list(whole))))
-        whole.append(("assistant", f"{await text_of(runs[-1])}!" if altered else await text_of(runs[-1])))
+        whole.append(Said("assistant", f"{await text_of(runs[-1])}!" if altered else await text_of(runs[-1])))
     if altered:
         starts = [seen(batcher, run)[0] for run in runs]
         assert starts == sorted(starts)
@@ -130,14 +129,14 @@ async def test_disabled_is_an_error_once_the_chat_does_not_fit(conversations: Co
 @pytest.mark.parametrize("letters", [CONTEXT, 100 * CONTEXT])
 async def test_the_newest_input_alone_must_fit(conversations: Conversations, letters: int) -> None:
     first = await done(conversations, asking(0))
-    long = replace(asking(1, previous=first.id), items=[("user", "x" * letters)])
+    long = replace(asking(1, previous=first.id), items=[Said("user", "x" * letters)])
     with pytest.raises(RequestError) as refused:
         await conversations.submit(long)
     assert refused.value.code == "context_length_exceeded"
-    both = replace(long, items=[("user", "y" * (CONTEXT // 2)), ("user", "x" * (CONTEXT // 2))])
+    both = replace(long, items=[Said("user", "y" * (CONTEXT // 2)), Said("user", "x" * (CONTEXT // 2))])
     with pytest.raises(RequestError):
         await conversations.submit(both)
-    fits = await done(conversations, replace(long, items=[("user", "x" * (CONTEXT - 40))]))
+    fits = await done(conversations, replace(long, items=[Said("user", "x" * (CONTEXT - 40))]))
     assert fits.response.reason == "max_output_tokens"
 
 
@@ -151,7 +150,7 @@ async def test_an_old_message_that_could_never_fit_is_left_out_unread(
         return real(self, text, place)
 
     monkeypatch.setattr(Tokenizer, "encode_plain", watched)
-    whole: list[tuple[Role, str]] = [("system", "Be kind."), ("user", "x" * 100 * CONTEXT), ("assistant", "!"), ("user", "#1: ")]
+    whole: list[Said] = [Said("system", "Be kind."), Said("user", "x" * 100 * CONTEXT), Said("assistant", "!"), Said("user", "#1: ")]
     assert seen(batcher, await done(conversations, replace(asking(1), items=whole))) == [1]
     assert encoded and max(map(len, encoded)) < CONTEXT
 
@@ -161,10 +160,10 @@ async def test_room_is_left_for_the_reply(conversations: Conversations, batcher:
     """As many messages as fit, each a few tokens long."""
     lengths = set()
     for count in range(90, 110):
-        whole: list[tuple[Role, str]] = [("system", "Be kind.")]
+        whole: list[Said] = [Said("system", "Be kind.")]
         for number in range(count):
-            whole += [("user", f"#{number}: "), ("assistant", "a")]
-        asked = replace(asking(count, stored=False), items=[*whole, ("user", f"#{count}: ")])
+            whole += [Said("user", f"#{number}: "), Said("assistant", "a")]
+        asked = replace(asking(count, stored=False), items=[*whole, Said("user", f"#{count}: ")])
         run = await conversations.submit(replace(asked, sampling=replace(asked.sampling, max_tokens=max_tokens)))
         run.cancel()
         await run.done()

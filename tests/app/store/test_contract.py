@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.store import RefusedError, Store, StoreError
 from app.store.memory import MemoryStore
-from app.store.records import Conversation, Entry, Item, Response, Usage
+from app.store.records import Asked, Conversation, Entry, Item, Response, Usage
 from app.store.valkey import ValkeyStore
 
 fresh = count(1)
@@ -31,7 +31,7 @@ def turn(thread: Conversation, message_id: str | None = None, created_at: float 
         input=[f"msg_{number}"],
         output=f"msg_{number}_reply",
         created_at=created_at,
-        request={"temperature": 0.5, "metadata": {"a": "ü"}},
+        request=Asked(temperature=0.5, metadata={"a": "ü"}),
         client_message_id=message_id,
     )
     return response, [Item(id=f"msg_{number}", parent=None, role="user", text="Hi 👋", created_at=created_at, response=response.id)]
@@ -294,3 +294,78 @@ async def test_the_durable_store_does_what_the_dictionaries_do(valkey: ValkeySto
             )
         )
     assert seen[0] == seen[1]
+
+
+async def test_items_are_put_into_a_conversation_that_exists(store: Store) -> None:
+    thread = conversation()
+    _, items = turn(thread)
+    await store.create_conversation(thread)
+    thread.leaf, thread.updated_at = items[0].id, 5.0
+    await store.put_items(thread, items)
+    assert await store.items(thread.id) == {items[0].id: items[0]}
+    assert await store.conversation(thread.id) == thread
+    items[0].text = "changed"
+    await store.put_items(thread, items)
+    assert await store.items(thread.id) == {items[0].id: items[0]}
+    other = conversation(updated_at=4.0)
+    await store.create_conversation(other)
+    assert [one.id for one in await store.conversations("ana", 2)] == [thread.id, other.id], "what was changed last is first"
+
+
+async def test_a_deleted_conversation_takes_no_items(store: Store) -> None:
+    thread = conversation()
+    _, items = turn(thread)
+    await store.create_conversation(thread)
+    await store.delete_conversation(thread)
+    await store.put_items(thread, items)
+    assert await store.items(thread.id) == {}
+    assert await store.conversation(thread.id) is None
+    assert thread.id not in [one.id for one in await store.conversations("ana", 100)]
+
+
+async def test_a_deleted_response_leaves_its_items_behind(store: Store) -> None:
+    thread = conversation()
+    response, items = turn(thread, "deleted")
+    other, more = turn(thread)
+    await store.accept(thread, response, items)
+    await store.accept(thread, other, more)
+    await store.append([(response.id, 1, Entry([3], "Hel")), (other.id, 1, Entry([4], "lo"))])
+    await store.delete_response(response)
+    assert await store.response(response.id) is None
+    assert await store.entries(response.id) == []
+    assert await store.open_responses() == [other]
+    assert await store.repeated("ana", "deleted") is None
+    assert set(await store.items(thread.id)) == {items[0].id, more[0].id}
+    assert await store.entries(other.id) == [Entry([4], "lo")]
+    with pytest.raises(RefusedError):
+        await store.append([(response.id, 2, Entry([], "late"))])
+    await store.finish(response, reply(response))  # it ends nothing that is there
+    assert await store.response(response.id) is None
+    assert set(await store.items(thread.id)) == {items[0].id, more[0].id}
+    await store.delete_response(response)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_only_a_listed_conversation_outlives_its_last_response(store: Store, listed: bool) -> None:
+    thread = conversation(listed=listed)
+    response, items = turn(thread)
+    other, more = turn(thread)
+    await store.accept(thread, response, items)
+    await store.accept(thread, other, more)
+    await store.delete_response(response)
+    assert await store.conversation(thread.id) == thread
+    await store.delete_response(other)
+    assert (await store.conversation(thread.id) is not None) == listed
+    assert bool(await store.items(thread.id)) == listed
+    assert await store.open_responses() == []
+
+
+async def test_deleting_a_response_leaves_a_younger_one_its_message_id(store: Store) -> None:
+    thread = conversation()
+    response, items = turn(thread, "mine")
+    younger, more = turn(thread, "other")
+    await store.accept(thread, response, items)
+    await store.accept(thread, younger, more)
+    renamed = Response(**{name: getattr(response, name) for name in response.__struct_fields__} | {"client_message_id": "other"})
+    await store.delete_response(renamed)
+    assert await store.repeated("ana", "other") == younger

@@ -1,0 +1,157 @@
+"""The runs of one request that asks for several replies: to one prompt (`n`), or to each of some.
+
+Owns when they begin, that they end together, and what they add up to. A prompt is read once: its first run goes ahead, and the
+others follow as soon as it has something to say, when they find the whole prompt in the cache. Each draws with a seed of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from app.api.errors import ApiError
+from app.conversations.errors import ConversationError
+from app.conversations.run import Run
+from app.conversations.service import Conversations
+from app.conversations.turn import Turn
+from app.store.records import Entry, Response, Usage
+from engine.core import RequestError
+
+MOST_CHOICES = 16  # of one request
+
+Told = tuple[int, Entry | None]  # the index of a choice, and what it has gained; None: it has ended
+
+
+class Choices:
+    def __init__(self, conversations: Conversations, prompts: Sequence[Turn], n: int, params: Mapping[str, str]) -> None:
+        """`n` choices for each of the prompts, whose indices follow each other. `params`: the protocol's names for the domain's fields."""
+        self._conversations = conversations
+        self._params = params
+        self._n = n
+        self._first = {at * n: turn for at, turn in enumerate(prompts)}
+        self._later = {at * n: [_copy(turn, nth) for nth in range(1, n)] for at, turn in enumerate(prompts)}
+        self._cancelled = False
+        self.indices = range(n * len(prompts))
+        self.runs: dict[int, Run] = {}  # those that have begun, by index
+
+    async def begin(self) -> None:
+        """Start the first choice of each prompt. Raises: ConversationError, StoreError, EngineError; then none is left running"""
+        try:
+            for index, turn in self._first.items():
+                self.runs[index] = await self._submit(turn)
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def entries(self) -> AsyncGenerator[Told, None]:
+        """What the choices gain, as it comes, and each one's end. Later choices are begun on the way.
+
+        Raises: as `begin`, if one of them cannot be; then all are cancelled
+        """
+        if len(self.indices) == 1:
+            async for _, gained in self.runs[0].entries():
+                yield 0, gained
+            yield 0, None
+            return
+        coming: dict[asyncio.Task[Entry | None], tuple[int, AsyncIterator[tuple[int, Entry]]]] = {}
+
+        def follow(index: int, entries: AsyncIterator[tuple[int, Entry]]) -> None:
+            coming[asyncio.create_task(_next(entries))] = index, entries
+
+        for index, run in self.runs.items():
+            follow(index, run.entries())
+        try:
+            while coming:
+                done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: coming[task][0]):
+                    index, entries = coming.pop(task)
+                    for later in await self._begin_later(index):
+                        follow(later, self.runs[later].entries())
+                    if entry := task.result():
+                        follow(index, entries)
+                    yield index, entry
+        except Exception:
+            self.cancel()
+            raise
+        finally:
+            for task in coming:
+                task.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
+
+    async def done(self) -> None:
+        """Wait for the end of all. Raises: as `entries`"""
+        async for _ in self.entries():
+            pass
+
+    def cancel(self) -> None:
+        """Ask all for their end; what has not begun does not begin."""
+        self._cancelled = True
+        for run in self.runs.values():
+            run.cancel()
+
+    def prompt_run(self, index: int) -> Run:
+        """The run that read a choice's prompt."""
+        return self.runs[index - index % self._n]
+
+    @property
+    def usage(self) -> Usage:
+        """Of all: each prompt counts once."""
+        total = Usage()
+        for index, run in self.runs.items():
+            usage = run.response.usage
+            total.completion_tokens += usage.completion_tokens
+            if index in self._first:
+                total.prompt_tokens += usage.prompt_tokens
+                total.cached_tokens += usage.cached_tokens
+        return total
+
+    async def _begin_later(self, first: int) -> list[int]:
+        """Start what waited for a choice to speak or end. Returns their indices."""
+        begun = []
+        for index, turn in enumerate(self._later.pop(first, ()), first + 1):
+            if not self._cancelled:
+                self.runs[index] = await self._submit(turn)
+                begun.append(index)
+        if self._cancelled:  # meanwhile
+            self.cancel()
+        return begun
+
+    async def _submit(self, turn: Turn) -> Run:
+        with renaming(self._params):
+            return await self._conversations.submit(turn)
+
+
+@contextmanager
+def renaming(params: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the protocol's fields, not the domain's."""
+    try:
+        yield
+    except (ConversationError, RequestError) as fault:
+        fault.param = params.get(fault.param or "", fault.param)
+        raise
+
+
+def finish_reason(response: Response) -> str:
+    """Raises: ApiError if it failed"""
+    if response.status == "failed":
+        raise ApiError(response.error or "the reply could not be finished", None, "server_error", 500)
+    return "stop" if response.status == "completed" else "length"  # whatever cut it, it is not whole
+
+
+def _copy(turn: Turn, nth: int) -> Turn:
+    """The turn of a prompt's nth choice. A repeat of the request finds it again, as it does the first."""
+    sampling = turn.sampling
+    seed = (sampling.seed + nth + 2**63) % 2**64 - 2**63
+    return dataclasses.replace(
+        turn,
+        sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=False),
+        client_message_id=f"{turn.client_message_id}\n{nth}" if turn.client_message_id else None,
+    )
+
+
+async def _next(entries: AsyncIterator[tuple[int, Entry]]) -> Entry | None:
+    async for _, entry in entries:
+        return entry
+    return None
