@@ -1,0 +1,226 @@
+"""What no reply can be held to, and the compiling of the rest: on tiny models."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import grammar as grammars
+from engine.batcher import Batcher
+from engine.core import FinishReason, Grammar, NotReadyError, RequestError
+from engine.grammar import Compiled, Grammars, Guide
+from engine.tokenizer import Tokenizer
+from engine.weights.checkpoint import Checkpoint
+from tests.engine import tiny
+from tests.engine.batching import batcher, collect, greedy, options, until
+from tests.engine.test_grammar import LARK, REGEX, SCHEMA, text_of
+
+__all__ = ["batcher"]
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny_checkpoint: Checkpoint) -> Grammars:
+    return Grammars(Tokenizer(tiny_checkpoint.tokenizer_path, tiny_checkpoint.eos_ids), 300, tiny_checkpoint.eos_ids)
+
+
+# What is no grammar, or too much of one
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "integer"}
+
+
+def integers(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}, "additionalProperties": False}
+
+
+LONG = "x" * (grammars.SOURCE_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "says"),
+    [
+        ("json_schema", "{", "expected a JSON schema.*expected JSON.*line 1"),
+        ("json_schema", "[1]", "object"),
+        ("json_schema", '{"type": "strin"}', "strin"),
+        ("json_schema", '{"not": {}, "x-guidance": {"lenient": true}}', "not"),
+        ("json_schema", '{"type": "string", "pattern": "("}', "group"),
+        ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}', "nsatisfiable"),
+        ("json_schema", json.dumps(nested(400)), "recursion"),
+        ("json_schema", '{"a":' * 40_000, "recursion"),
+        ("json_schema", '{"type": "integer", "multipleOf": 1234567}', "multipleOf.*1234567"),
+        ("json_schema", '{"allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}', "multipleOf.*1022117"),
+        ("json_schema", '{"type": "number", "multipleOf": 0.0000123, "multipleOf": 1}', "multipleOf.*least common multiple"),
+        ("json_schema", json.dumps(integers(241)), "241 properties"),
+        ("json_schema", json.dumps({"enum": [LONG]}), "262144"),
+        ("regex", "(a", "expected a regular expression.*unclosed group"),
+        ("regex", "a(?=b)", "look-around"),
+        ("regex", "\ud800", "Unicode"),
+        ("regex", LONG, "262145 bytes"),
+        ("lark", "start: foo", "expected a Lark grammar.*foo"),
+        ("lark", "", "Empty"),
+        ("lark", "start: start", "NoExtension"),
+        ("lark", "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(40)) + '\nR40: "a"', "too big"),
+        ("lark", 'start: %json {"type": "integer", "multipl\\u0065Of": 1234567}', "multipleOf"),
+        ("lark", 'start: %json {"type"', "JSON"),
+        ("lark", 'start: "x" <|no_such_token|>', "no_such_token"),
+    ],
+)
+def test_what_no_reply_can_be_held_to_is_refused(compiler: Grammars, kind: Any, source: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as refused:
+        compiler.compiled(Grammar(kind, source))
+    assert (refused.value.param, refused.value.code) == ("grammar", "invalid_grammar")
+    assert len(str(refused.value)) < 500
+    assert compiler.known(Grammar(kind, source)) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        r"(.*a.{200}b)|(.*b.{300}c)",
+        r"((a{0,100}){0,100}){0,100}",
+        r"(a|a)*(a|aa)*(.*a.{20})",
+        r"(\p{L}{1,500}\w{0,500}){0,50}",
+    ],
+)
+def test_a_nasty_expression_has_small_masks_or_an_error(compiler: Grammars, source: str) -> None:
+    """Its lexer's states are counted, and when there are too many the reply ends."""
+    guide = Guide(compiler.compiled(Grammar("regex", source)))
+    chance = random.Random(0)
+    for _ in range(400):
+        mask = guide.mask(300)
+        if mask is None:
+            assert guide.fault
+            return
+        allowed = [int(token) for token in np.flatnonzero(~mask) if token != tiny.EOS]
+        guide.take(chance.choice(allowed))
+        if guide.done:
+            return
+
+
+def test_ordinary_grammars_fit_the_limits(compiler: Grammars) -> None:
+    for schema in (
+        nested(30),
+        {"enum": [f"value number {i}" for i in range(10_000)]},
+        integers(240),
+        integers(900) | {"required": [f"p{i}" for i in range(900)]},
+        {"type": "number", "multipleOf": 0.01},
+        {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}},
+    ):
+        guide = Guide(compiler.compiled(Grammar("json_schema", json.dumps(schema))))
+        for _ in range(20):
+            mask = guide.mask(300)
+            assert mask is not None, guide.fault
+            guide.take(int(np.flatnonzero(~mask)[-1]))
+            if guide.done:
+                break
+
+
+def test_blanks_in_json_are_few(compiler: Grammars) -> None:
+    """And a schema cannot ask for others."""
+    source = json.dumps(SCHEMA | {"x-guidance": {"whitespace_pattern": " +", "item_separator": "x"}})
+    guide = Guide(compiler.compiled(Grammar("json_schema", source)))
+    space, brace = tiny.vocabulary().index("Ġ"), tiny.vocabulary().index("{")
+    for allowed, token in [(True, brace), *[(True, space)] * 16, (False, space)]:
+        mask = guide.mask(300)
+        assert mask is not None
+        assert bool(mask[token]) is not allowed
+        guide.take(token)
+    assert guide.fault
+
+
+def test_control_tokens_are_no_text(compiler: Grammars) -> None:
+    """`<|im_end|>` typed in a reply is letters; as a token it ends it, or is what a grammar names."""
+    guide = Guide(compiler.compiled(Grammar("regex", r".+")))
+    mask = guide.mask(300)
+    assert mask is not None
+    assert mask[:3].all()
+    guide = Guide(compiler.compiled(Grammar("lark", "start: <|im_start|> /x/")))
+    mask = guide.mask(300)
+    assert mask is not None
+    assert np.flatnonzero(~mask).tolist() == [tiny.BOS]
+
+
+def test_those_last_used_are_kept(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "KEPT_BYTES", 5 * grammars.KEPT_LEAST)
+    asked = [Grammar("regex", f"kept{i}") for i in range(8)]
+    first = compiler.compiled(asked[0])
+    for grammar in asked:
+        assert compiler.compiled(asked[0]) is first
+        compiler.compiled(grammar)
+    assert [compiler.known(grammar) is not None for grammar in asked] == [True, False, False, False, True, True, True, True]
+    large = Grammar("lark", f"// {'x' * 6 * grammars.KEPT_LEAST}\nstart: /a/")
+    compiler.compiled(large)
+    assert compiler.known(large), "at least the last"
+    assert compiler.known(asked[0]) is None
+
+
+# The door
+
+
+async def test_a_batcher_compiles_off_the_loop(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batcher._engine
+    threads = []
+    real = batcher._engine.grammars._compile
+
+    def watched(grammar: Grammar) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(grammar)
+
+    monkeypatch.setattr(batcher._engine.grammars, "_compile", watched)
+    await batcher.compile(REGEX)
+    with pytest.raises(RequestError, match="unclosed") as refused:
+        await batcher.compile(Grammar("regex", "("))
+    assert refused.value.code == "invalid_grammar"
+    for grammar in (REGEX, Grammar("regex", "hello!?")):  # the second was not asked about before
+        deltas = await collect(batcher.session(b"a").generate([3, 4], greedy(60, grammar=grammar)))
+        assert re.fullmatch(grammar.source, text_of(deltas))
+        assert deltas[-1].finish is FinishReason.STOP
+    assert len(threads) == 3
+    assert all(name.startswith("tokeniser") for name in threads)
+    last = (await collect(batcher.session(b"a").generate([3, 4], greedy(grammar=Grammar("regex", ")")))))[-1]
+    assert last.finish is FinishReason.ERROR
+    assert "expected a regular expression" in str(last.error)
+    assert batcher.live == 0
+
+
+async def test_a_reply_can_be_cancelled_while_its_grammar_is_compiled(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batcher._engine
+    begun, release = threading.Event(), threading.Event()
+    real = batcher._engine.grammars.compiled
+
+    def slow(grammar: Grammar) -> Compiled:
+        begun.set()
+        assert release.wait(30)
+        return real(grammar)
+
+    monkeypatch.setattr(batcher._engine.grammars, "compiled", slow)
+    generation = batcher.session(b"a").generate([3, 4], greedy(grammar=REGEX))
+    await until(begun.is_set)
+    generation.cancel()
+    generation.cancel()
+    assert [delta.finish for delta in await collect(generation)] == [FinishReason.CANCELLED]
+    release.set()
+    await batcher.compile(LARK)
+    assert batcher.live == 0
+    assert not batcher._arrivals
+    assert len(batcher._engine.steps) == 0
+
+
+async def test_nothing_is_compiled_before_the_model_is_there(tiny_folder: Path) -> None:
+    with pytest.raises(NotReadyError):
+        await Batcher(options(tiny_folder)).compile(REGEX)
+
+
+def test_the_socket_side_imports_no_grammars() -> None:
+    code = "import sys, engine.batcher; sys.exit(bool({'llguidance', 'numpy', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
