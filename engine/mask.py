@@ -148,13 +148,32 @@ for _name in (*_LOOKING, *_CUTTING, *_CHANGING):
     setattr(Content, _name, _lifted(_name))
 
 
+class _Members(dict[str, Any]):
+    """An object with masked names, in which a template finds its members by the names it knows them by."""
+
+    def __init__(self, members: dict[str, Any], mask: Mask) -> None:
+        super().__init__(members)
+        self._mask = mask
+
+    def __missing__(self, name: str) -> Any:
+        if (spelled := self._mask.content(name)) != name:
+            return self[spelled]
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and super().__contains__(self._mask.content(name)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+
 def masked(value: Any, mask: Mask) -> Any:
     """JSON with each text in it, names too, as a content."""
     match value:
         case str():
             return Content(mask.content(value), mask)
         case dict():
-            return {masked(name, mask): masked(member, mask) for name, member in value.items()}
+            return _Members({masked(name, mask): masked(member, mask) for name, member in value.items()}, mask)
         case list():
             return [masked(item, mask) for item in value]
     return value

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.core import Grammar, RequestError, Tool
-from engine.json_object import BLANKS, JsonObject
+from engine.json_object import BLANKS, JsonObject, end_of_object
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -24,6 +24,11 @@ MOST_CALLS = 16  # in one reply, by grammar: a small model that repeats itself c
 
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 _ARGUMENTS = ("arguments", "parameters")  # what models call them
+_UP_TO_ARGUMENTS = re.compile(
+    r'[ \t\r\n]*\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*")[ \t\r\n]*,[ \t\r\n]*'
+    rf'"(?:{"|".join(_ARGUMENTS)})"[ \t\r\n]*:[ \t\r\n]*(?=\{{)'
+)
+_AFTER_ARGUMENTS = re.compile(r"[ \t\r\n]*\}")
 
 
 @dataclass(slots=True, frozen=True)
@@ -180,6 +185,8 @@ class ToolCallParser:
 
     def _read_call(self, text: str, start: int) -> int:
         """After OPEN, until its arguments begin, or all of it is known."""
+        if len(self._held) == 1 and (end := self._take_whole(text, start)):
+            return end
         while start < len(text):
             taken = self._object.take(text, start)
             if not taken:
@@ -196,6 +203,19 @@ class ToolCallParser:
                 self._read = self._read_arguments
                 return start
         return start
+
+    def _take_whole(self, text: str, start: int) -> int:
+        """A call as most are written, where all of it is at hand: its end, else 0. Reading it character by character takes far longer."""
+        head = _UP_TO_ARGUMENTS.match(text, start)
+        end = end_of_object(text, head.end()) if head else 0
+        tail = _AFTER_ARGUMENTS.match(text, end) if end else None
+        name = _text(head[1]) if head and tail else None
+        if not (head and tail and name):
+            return 0
+        self._begin(name)
+        self._pieces.append(CallArguments(self._index, text[head.end() : end]))
+        self._end(whole=True)
+        return tail.end()
 
     def _read_arguments(self, text: str, start: int) -> int:
         """After the beginning of the arguments, until the object around them ends."""

@@ -28,7 +28,10 @@ class Channel:
     async def send(self, event: dict[str, Any]) -> None:
         """Raises: WebSocketDisconnect when the client is gone"""
         async with self._sending:
-            await self._socket.send_text(msgspec.json.encode(event).decode())
+            try:
+                await self._socket.send_text(msgspec.json.encode(event).decode())
+            except RuntimeError as fault:  # what starlette has for all sends but the first that finds the client gone
+                raise WebSocketDisconnect(1006) from fault
 
     async def part(self, event: dict[str, Any], code: int, reason: str) -> None:
         """Say why, and close. A client that does not listen is not waited for."""

@@ -36,7 +36,7 @@ def check_answers(path: Sequence[Item], new: Sequence[Item]) -> None:
     for at, item in enumerate([*path, *new], -len(path)):
         if item.role == "assistant" and not item.deleted:
             open_calls.update(_answerable(item))
-        elif item.role == "tool" and item.call_id is not None:
+        elif item.role == "tool" and item.call_id is not None and not item.deleted:
             if item.call_id not in open_calls and at >= 0:
                 raise ConversationError(f"expected the call_id of a call that waits for its output, got {shown(item.call_id)}", "input")
             open_calls.discard(item.call_id)

@@ -203,3 +203,21 @@ def test_chats_without_tools_are_what_they_were(plain: Tokenizer) -> None:
     for layout in LAYOUTS.values():
         template = ChatTemplate(layout, plain, bos_token="<|begin_of_text|>", eos_token="<|im_end|>")
         assert spelled(plain, template.prompt(messages, ()).ids) == rendered(layout, messages)
+
+
+def test_a_template_finds_the_members_of_tools_whatever_control_tokens_are_like(tmp_path: Path) -> None:
+    """Where these are matched in normalised text, every edge of a text is masked, names of members too."""
+    bytes_tokenizer(tmp_path, user=TOOLS_TOKENS)
+    file = tmp_path / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec["normalizer"] = {"type": "NFC"}
+    for token in spec["added_tokens"]:
+        token["normalized"] = True
+    file.write_text(json.dumps(spec))
+    normalising = Tokenizer(file, eos_ids=[2])
+    assert normalising.control_is_normalized
+    shown = "{{- tool.function.name ~ tool.get('type', '?') ~ ('function' in tool) ~ tool.missing }}"
+    template = HERMES.replace("{{- tool | tojson }}", shown)
+    told = spelled(normalising, template_of(template, normalising).prompt(CALLED, TOOLS).ids)
+    assert "\nweatherfunctionTrue\nclockfunctionTrue\n" in told
+    assert PARIS in told, "and those of calls"

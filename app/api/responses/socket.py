@@ -137,7 +137,7 @@ class ResponsesSocket:
         self._waiting_bytes += create.size
 
     async def _work(self, lane: Lane) -> None:
-        """Run the lane's frames one after the other; the lane is gone when none waits."""
+        """Run the lane's frames one after the other; the lane is gone when none waits, unless its client goes first."""
         try:
             while lane.waiting:
                 async with self._active:
@@ -145,10 +145,9 @@ class ResponsesSocket:
                     self._waiting_bytes -= create.size
                     await self._carry_out(lane, create)
                     lane.run, lane.cancelled = None, False
-        except WebSocketDisconnect:  # the reader sees it too, perhaps later
+            del self._lanes[lane.stream_id]
+        except WebSocketDisconnect:  # the reader sees it too, perhaps later: until then a cancel may still come for the lane
             _abandon(lane)
-        finally:
-            self._lanes.pop(lane.stream_id, None)
 
     async def _carry_out(self, lane: Lane, create: Waiting) -> None:
         try:

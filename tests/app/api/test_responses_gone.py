@@ -14,10 +14,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from app.api.models import Models
 from app.api.responses.socket import ResponsesSocket
+from app.conversations.run import Run
 from app.conversations.service import Conversations
 from app.store.memory import MemoryStore
 from engine.batcher import Batcher
-from tests.engine.batching import options
+from tests.engine.batching import options, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,38 +32,76 @@ async def batcher(tiny_folder: Path) -> AsyncIterator[Batcher]:
     await made.close()
 
 
-class Gone(WebSocket):
-    """Takes two events and then nothing; its reader is told of the end when `told` is set."""
+CREATE: dict[str, Any] = {
+    "type": "response.create",
+    "input": "hello you",
+    "ignore_eos": True,
+    "max_output_tokens": 100,
+    "logit_bias": {"0": -100, "1": -100, "2": -100},
+}
 
-    def __init__(self, frame: dict[str, Any]) -> None:
-        self.frames = [json.dumps(frame)]
+
+class Gone(WebSocket):
+    """Takes some events, fails as starlette does, and tells its reader of `late` frames and of the end when `told` is set."""
+
+    def __init__(self, *frames: dict[str, Any], late: tuple[dict[str, Any], ...] = (), takes: int = 2) -> None:
+        self.frames, self.late = list(map(json.dumps, frames)), list(map(json.dumps, late))
+        self.takes = takes
         self.told = asyncio.Event()
         self.broken = asyncio.Event()
-        self.sent: list[dict[str, Any]] = []
 
     async def receive(self) -> dict[str, Any]:  # type: ignore[override]
+        if not self.frames:
+            await self.told.wait()
+            self.frames, self.late = self.late, []
         if self.frames:
-            return {"type": "websocket.receive", "text": self.frames.pop()}
-        await self.told.wait()
+            return {"type": "websocket.receive", "text": self.frames.pop(0)}
         return {"type": "websocket.disconnect", "code": 1006}
 
     async def send_text(self, data: str) -> None:
-        if len(self.sent) == 2:
-            self.broken.set()
+        self.takes -= 1
+        if self.takes == -1:
             raise WebSocketDisconnect(1006)
-        self.sent.append(json.loads(data))
+        if self.takes < -1:
+            self.broken.set()
+            raise RuntimeError('Cannot call "send" once a close message has been sent.')
+        if self.takes == 0:
+            self.broken.set()
+
+
+async def served(batcher: Batcher, socket: Gone, runs: int) -> list[Run]:
+    """The runs of a connection, once the reader has seen its end too."""
+    conversations = Conversations(MemoryStore(), batcher, lambda owner: owner.encode())
+    serving = asyncio.create_task(ResponsesSocket(socket, "ana", conversations, Models(batcher)).serve())
+    await until(lambda: len(conversations._runs) == runs)
+    begun = list(conversations._runs.values())
+    await socket.broken.wait()
+    await until(lambda: socket.takes < 0)
+    socket.told.set()
+    await serving
+    for run in begun:
+        await run.done()
+    await conversations.close()
+    return begun
 
 
 @pytest.mark.parametrize("store", [True, False])
 async def test_only_what_is_stored_goes_on(batcher: Batcher, store: bool) -> None:
-    conversations = Conversations(MemoryStore(), batcher, lambda owner: owner.encode())
-    sampling = {"ignore_eos": True, "max_output_tokens": 100, "logit_bias": {"0": -100, "1": -100, "2": -100}}
-    socket = Gone({"type": "response.create", "input": "hello you", "store": store, **sampling})
-    serving = asyncio.create_task(ResponsesSocket(socket, "ana", conversations, Models(batcher)).serve())
-    await socket.broken.wait()
-    (run,) = conversations._runs.values()
-    response = await run.done()
-    assert response.reason == ("max_output_tokens" if store else "cancelled")
-    socket.told.set()
-    await serving
-    await conversations.close()
+    (run,) = await served(batcher, Gone({**CREATE, "store": store}), 1)
+    assert run.response.reason == ("max_output_tokens" if store else "cancelled")
+
+
+async def test_each_lane_gives_up_what_is_not_stored(batcher: Batcher) -> None:
+    lanes = ({**CREATE, "store": False, "stream_id": f"lane{number}"} for number in range(3))
+    runs = await served(batcher, Gone(*lanes, takes=6), 3)
+    assert [run.response.reason for run in runs] == ["cancelled"] * 3
+
+
+async def test_a_cancel_that_is_read_late_counts(batcher: Batcher) -> None:
+    (run,) = await served(batcher, Gone(CREATE, late=({"type": "response.cancel"},)), 1)
+    assert run.response.reason == "cancelled"
+
+
+async def test_a_frame_that_cannot_be_answered_any_more_is_no_fault(batcher: Batcher, caplog: pytest.LogCaptureFixture) -> None:
+    await served(batcher, Gone(CREATE, late=({"type": "nonsense"},)), 1)
+    assert not caplog.records

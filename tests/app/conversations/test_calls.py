@@ -32,6 +32,11 @@ def test_each_call_is_answered_once_and_after_it_was_made() -> None:
         assert refused.value.param == "input"
 
 
+def test_an_output_that_was_deleted_can_be_given_anew() -> None:
+    made, output = item("assistant", TWO, calls=True), item("tool", call_id="call_1f_0", deleted=True)
+    check_answers([made, output], [item("tool", call_id="call_1f_0")])
+
+
 @pytest.mark.parametrize("fields", [{"calls": False}, {"calls": True, "deleted": True}])
 def test_no_call_is_no_call(fields: dict[str, bool]) -> None:
     with pytest.raises(ConversationError):
