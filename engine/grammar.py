@@ -9,51 +9,42 @@ A grammar comes from anyone, so all that it can ask for is bounded: a mask takes
 
 from __future__ import annotations
 
-import json
-import math
+import random
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from engine import core
+from engine import core, grammar_bounds
 from engine.core import Grammar, RequestError
 from engine.tokenizer import Place, Tokenizer
+from engine.tool_grammar import JSON_OPTIONS, CallGrammar, expression, held
 
+T = TypeVar("T")
 Mask = npt.NDArray[np.bool_]  # [vocab]: tokens that are not allowed
 
-SOURCE_BYTES = 256 * 1024
 KEPT_BYTES = 1024 * 1024  # of sources whose compiled grammars are kept; these are up to a hundred times as large
 KEPT_LEAST = 4096  # a grammar counts as so many at least
-MOST_REMAINDERS = 100_000  # that numbers are told apart by: a lexer has a state for each, and no limit of its own
-MOST_OPTIONAL = 240  # properties of one object that may be left out: any may come next, so they are ways to go on, four each
+STACK_BYTES = (
+    256 * 1024 * 1024
+)  # where grammars are compiled: the library recurses. Only what it uses is ever memory, and then not for long
+TRIED = 128  # tokens of a reply that are tried out while a grammar is compiled, before it is accepted
 # The library's own limits are for sources that are trusted. These let schemas of a few hundred properties, enumerations of ten thousand
 # strings and the like through; hostile ones end within a fraction of a second, and a reply's lexer within some ten megabytes.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 1000,  # ways to go on at one place
-    "step_max_items": 4000,
+    "step_max_items": 20_000,
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 50_000,
     "max_lexer_states": 10_000,
     "max_grammar_size": 20_000,
     "verbose_errors": False,
-}
-# Blanks between JSON's tokens: models like to indent what they write, so there may be some; but not without end, or a small model that has
-# lost its way writes nothing else until its last token. What a schema asks of these options for itself is overruled.
-JSON_OPTIONS: Any = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \n\t]{1,16}",
-    "item_separator": ",",
-    "key_separator": ":",
-    "lenient": False,
-    "coerce_one_of": False,
 }
 NAMES = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a Lark grammar"}
 
@@ -103,6 +94,7 @@ class Grammars:
         vocabulary: Any = _Vocabulary(tokenizer, vocab_size, eos_ids)
         self._tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._ends = np.array(sorted(eos_ids))
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
 
@@ -124,19 +116,41 @@ class Grammars:
         return compiled
 
     def _compile(self, grammar: Grammar) -> Any:
-        _check(grammar)
+        if not isinstance(grammar, CallGrammar):
+            _check(grammar)
+            return self._built(grammar, lambda fault: _refused(grammar, fault))
+        if grammar.answer:  # first alone: what is wrong with it is told as it is without tools
+            self.compiled(grammar.answer)
+        spelled, schemas = grammar.spelled()
+        return self._built(spelled, lambda fault: _refused_calls(grammar, schemas, fault))
+
+    def _built(self, grammar: Grammar, refused: Callable[[str], RequestError]) -> Any:
+        """Raises: RequestError"""
         try:
-            spec = _spec(grammar)
-        except ValueError as fault:
-            raise _refused(grammar, str(fault)) from fault
-        try:
-            matcher = llguidance.LLMatcher(self._tokenizer, spec, log_level=0, limits=self._limits)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # some faults show only here; and every copy begins with what was worked out for it
+            matcher = _with_deep_stack(lambda: self._tried(grammar))
         except BaseException as fault:  # a panic in the library is no Exception
-            raise _refused(grammar, f"{type(fault).__name__}: {fault}") from fault
+            raise refused(str(fault) if isinstance(fault, ValueError) else f"{type(fault).__name__}: {fault}") from fault
         if matcher.is_error():
-            raise _refused(grammar, matcher.get_error())
+            raise refused(matcher.get_error())
+        return matcher
+
+    def _tried(self, grammar: Grammar) -> Any:
+        """The matcher, after some replies were begun with it: what a reply would fail by is better known before it begins."""
+        matcher = llguidance.LLMatcher(self._tokenizer, _spec(grammar), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            return matcher
+        matcher.compute_bitmask()  # every copy begins with what was worked out for it
+        for seed in range(2):
+            chance, reply = random.Random(seed), matcher.deep_copy()
+            for _ in range(TRIED):
+                bits = np.frombuffer(reply.compute_bitmask(), np.uint8)
+                if reply.is_error():
+                    return reply
+                allowed = np.setdiff1d(np.flatnonzero(np.unpackbits(bits, bitorder="little")), self._ends, assume_unique=True)
+                if not len(allowed) or not reply.consume_token(int(chance.choice(allowed))) or reply.is_stopped():
+                    break
+            if reply.is_error():
+                return reply
         return matcher
 
 
@@ -223,15 +237,15 @@ class Guides:
 
 
 def _weight(grammar: Grammar) -> int:
-    return max(KEPT_LEAST, len(grammar.source))
+    return max(KEPT_LEAST, grammar.size if isinstance(grammar, CallGrammar) else len(grammar.source))
 
 
 def _spec(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
-            return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_OPTIONS)
+            return llguidance.LLMatcher.grammar_from_json_schema(held(grammar.source, JSON_OPTIONS))
         case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(grammar.source)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: {expression(grammar.source)}")
         case "lark":
             return llguidance.LLMatcher.grammar_from_lark(grammar.source)
 
@@ -239,46 +253,57 @@ def _spec(grammar: Grammar) -> str:
 def _check(grammar: Grammar) -> None:
     """Raises: RequestError for what the library's own limits would let through."""
     try:
-        size = len(grammar.source.encode())
-    except UnicodeEncodeError as fault:
-        raise _refused(grammar, "it is not Unicode text") from fault
-    if size > SOURCE_BYTES:
-        raise _refused(grammar, f"it has {size} bytes, and {SOURCE_BYTES} is the most that one may have")
-    divisors: list[Fraction] = []
-    optional = 0
-
-    def seen(pairs: list[tuple[str, Any]]) -> int:
-        """Of every object in the JSON, names that stand there twice included; what contains it sees how many it had."""
-        nonlocal optional
-        numbers = (value for name, value in pairs if name == "multipleOf" and type(value) in (int, float))
-        divisors.extend(Fraction(repr(value)) for value in numbers if 0 < value < math.inf)
-        required = sum(len(value) for name, value in pairs if name == "required" and isinstance(value, list))
-        optional = max([optional, *(value - required for name, value in pairs if name == "properties" and isinstance(value, int))])
-        return len(pairs)
-
-    reader = json.JSONDecoder(object_pairs_hook=seen)
-    try:
+        grammar_bounds.check_size(grammar.source)
         if grammar.kind == "json_schema":
-            reader.decode(grammar.source)
+            grammar_bounds.check_schema(grammar.source)
+            if not grammar.source.lstrip().startswith("{"):
+                raise ValueError("expected a JSON object")
+        elif grammar.kind == "regex":
+            grammar_bounds.check_expression(grammar.source)
         elif grammar.kind == "lark":
-            for place in re.finditer(r"%json\s*(?=\{)", grammar.source):
-                reader.raw_decode(grammar.source, place.end())
-    except (ValueError, RecursionError) as fault:
-        raise _refused(grammar, f"expected JSON: {fault}") from fault
-    if optional > MOST_OPTIONAL:
-        raise _refused(grammar, f"one of its objects has {optional} properties that are not required, and {MOST_OPTIONAL} is the most")
-    if (remainders := _remainders(divisors)) > MOST_REMAINDERS:
-        message = f"its values of multipleOf have {remainders} as their least common multiple (in units of their last digit)"
-        raise _refused(grammar, f"{message}, and {MOST_REMAINDERS} is the most")
+            grammar_bounds.check_lark(grammar.source)
+    except ValueError as fault:
+        raise _refused(grammar, str(fault)) from fault
 
 
-def _remainders(divisors: list[Fraction]) -> int:
-    unit = math.lcm(*{divisor.denominator for divisor in divisors})
-    return math.lcm(*{int(divisor * unit) for divisor in divisors})
+_stack_size = threading.Lock()
+
+
+def _with_deep_stack(call: Callable[[], T]) -> T:
+    """`call`, in a thread of its own, since the size of a stack is settled when a thread begins."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as fault:
+            result.set_exception(fault)
+
+    with _stack_size:  # who begins another thread meanwhile has a deep stack too, which costs nothing
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return result.result()
 
 
 def _refused(grammar: Grammar, fault: str) -> RequestError:
     return RequestError(f"expected {NAMES[grammar.kind]} that replies can be held to: {_said(fault)}", "grammar", "invalid_grammar")
+
+
+def _refused_calls(grammar: CallGrammar, schemas: dict[int, str], fault: str) -> RequestError:
+    """In the grammar of calls only the schemas are a client's: it is told which one is at fault, not where in a text it has not seen."""
+    place = re.match(r"(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?", fault)
+    name = schemas.get(int(place[1])) if place else None
+    said = _said(fault[place.end() :] if place and name is not None else fault)
+    if name:
+        return RequestError(f"{name}: expected a JSON schema that replies can be held to: {said}", "tools", "invalid_grammar")
+    if grammar.answer and name == "":
+        return _refused(grammar.answer, said)
+    return RequestError(f"expected tools whose calls replies can be held to: {said}", "tools", "invalid_grammar")
 
 
 def _said(fault: str) -> str:

@@ -164,7 +164,10 @@ class _Members(dict[str, Any]):
         return super().__contains__(name) or (isinstance(name, str) and super().__contains__(self._mask.content(name)))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 def masked(value: Any, mask: Mask) -> Any:

@@ -1,7 +1,7 @@
-"""The text of a model's calls of tools: how it is written, read back while it streams, and enforced.
+"""The text of a model's calls of tools: how it is written, and read back while it streams.
 
-Owns: the markup (the Hermes form, which Qwen and others are trained on), its incremental parser, and its grammars. Knows
-nothing of models, templates or protocols, nor which tools exist but where a grammar is made for them. Pure: the standard library alone.
+Owns: the markup (the Hermes form, which Qwen and others are trained on) and its incremental parser. Knows nothing of models, templates,
+protocols and grammars (`tool_grammar.py`), nor which tools exist. Pure: the standard library alone.
 
 A call is OPEN, blanks, and a JSON object with a name and arguments; the CLOSE after it is its own, and is not missed. Whatever is
 not such a call is text.
@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.core import Grammar, RequestError, Tool
+from engine.core import RequestError, Tool
 from engine.json_object import BLANKS, JsonObject, end_of_object
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 MOST_CALLS = 16  # in one reply, by grammar: a small model that repeats itself comes to an end
 
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 _ARGUMENTS = ("arguments", "parameters")  # what models call them
 _UP_TO_ARGUMENTS = re.compile(
     r'[ \t\r\n]*\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*")[ \t\r\n]*,[ \t\r\n]*'
@@ -314,55 +313,6 @@ def _text(member: str | None) -> str | None:
     return value if value and not re.search("[\ud800-\udfff]", value) else None
 
 
-# Grammars.
-def required(tools: Sequence[Tool], parallel: bool) -> Grammar:
-    """At least one call, and nothing else; unless `parallel` exactly one."""
-    return _grammar(f"start: call{_more(parallel)}", tools)
-
-
-def named(tool: Tool) -> Grammar:
-    """Exactly one call, of this tool."""
-    return required([tool], parallel=False)
-
-
-def auto(tools: Sequence[Tool], parallel: bool, answer: Grammar | None = None) -> Grammar:
-    """Any text; but what begins as a call is one, of a tool there is, and after it come only others (none, unless `parallel`).
-
-    With `answer`, either calls or what that grammar spells. Raises: RequestError for a grammar that cannot stand beside another
-    """
-    if answer is not None:
-        return _grammar(f"start: call{_more(parallel)} | answer\nanswer: {_spelled(answer)}", tools)
-    opened = f"opened[lazy]: TEXT {_quoted(OPEN)}"
-    return _grammar(f"start: TEXT | opened called{_more(parallel)}\nTEXT: /(.|\\n)*/\n{opened}", tools)
-
-
-def _spelled(answer: Grammar) -> str:
-    match answer.kind:
-        case "json_schema":
-            return f"%json {answer.source}"
-        case "regex":
-            return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", answer.source).replace("\n", r"\n") + "/"
-    raise RequestError("expected a format of json_object, json_schema or regex beside tools, got a grammar", "tools")
-
-
-def _more(parallel: bool) -> str:
-    return f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if parallel else ""
-
-
-def _grammar(start: str, tools: Sequence[Tool]) -> Grammar:
-    """`start` may refer to `call`, and to `called`: a call without its OPEN."""
-    if not tools:
-        raise RequestError("expected at least one tool to call, got none", "tools")
-    lines = ["%llguidance {}", start, f"call: {_quoted(OPEN)} called"]
-    lines.append("called: " + " | ".join(f"called_{index}" for index in range(len(tools))))
-    for index, tool in enumerate(tools):
-        before, after = call_text(tool.name, "\0").removeprefix(OPEN).split("\0")
-        lines.append(f"called_{index}: {_quoted(before)} arguments_{index} {_quoted(after)}")
-        schema = json.dumps(_enforced(tool)).replace("%", r"\u0025")  # no text in it is to look like the grammar's own %json
-        lines.append(f"arguments_{index}: %json {schema}")
-    return Grammar("lark", "\n".join(lines) + "\n")
-
-
 def parameters_of(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments. Raises: RequestError when it is not JSON, or not of an object"""
     wanted = f"expected the parameters of the tool {tool.name!r} to be a JSON Schema of an object"
@@ -375,31 +325,3 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     if schema.setdefault("type", "object") != "object":
         raise RequestError(f"{wanted}, got the type {json.dumps(schema['type'])[:80]}", "tools")
     return schema
-
-
-def _enforced(tool: Tool) -> dict[str, Any]:
-    """A tool's schema with how its arguments are written: in one line, as Python writes JSON, so that no reply is lost in blanks.
-
-    Of a tool that is not strict, what cannot be enforced is left out of account.
-    """
-    written = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    schema = parameters_of(tool)
-    return {**(schema if tool.strict else _without_patterns(schema)), "x-guidance": {**written, "lenient": not tool.strict}}
-
-
-def _without_patterns(schema: Any) -> Any:
-    """A schema without the patterns that look around or back, which no automaton can follow; llguidance leaves out the rest itself."""
-    match schema:
-        case dict():
-            return {
-                key: value if key in ("const", "enum", "default", "examples") else _without_patterns(value)
-                for key, value in schema.items()
-                if not (key == "pattern" and isinstance(value, str) and _LOOKS_AROUND.search(value))
-            }
-        case list():
-            return [_without_patterns(item) for item in schema]
-    return schema
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)

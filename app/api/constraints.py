@@ -6,20 +6,22 @@ Owns the reading of tools, tool choices and formats, and the one grammar that fo
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from app.api.decoding import shown
 from app.api.errors import ApiError
-from engine import tool_calls
+from engine import grammar_bounds, tool_grammar
 from engine.core import Grammar, Tool
 
 MAX_TOOLS = 128
-MAX_SOURCE = 1 << 18  # characters of a schema, an expression or a grammar
+MAX_SOURCE = 1 << 18  # characters of a schema, an expression or a grammar; and of all tools' schemas together
 
+T = TypeVar("T")
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Source = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE)]
 
@@ -64,6 +66,40 @@ class FormatField(msgspec.Struct):
     grammar: Source | None = None
 
 
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """One of the tools, in a choice of them: flat, or as chat completions have it."""
+
+    type: Literal["function"] = "function"
+    name: str | None = None
+    function: FunctionName | None = None
+
+    @property
+    def named(self) -> str | None:
+        return self.function.name if self.function else self.name
+
+
+class AllowedTools(msgspec.Struct):
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class NestedAllowedTools(msgspec.Struct):
+    """What chat completions have."""
+
+    allowed_tools: AllowedTools
+
+
+@dataclass(slots=True, frozen=True)
+class Choice:
+    mode: Literal["auto", "none", "required", "named"]
+    names: tuple[str, ...] | None  # of the tools that may be called; None: all
+    shown: Any  # as Responses shows it
+
+
 @dataclass(slots=True, frozen=True)
 class Constraints:
     tools: tuple[Tool, ...] = ()  # that the prompt offers
@@ -80,29 +116,57 @@ def constraints(
     format: FormatField | None,
     format_param: str,
 ) -> Constraints:
-    """Raises: ApiError for what cannot be honoured; a schema is looked into when the grammar is compiled"""
-    offered = [_tool(tool, f"tools.{at}") for at, tool in enumerate(tools or ())]
-    if len(offered) > MAX_TOOLS:
-        raise ApiError(f"expected at most {MAX_TOOLS} tools, got {len(offered)}", "tools")
-    if len({tool.name for tool in offered}) < len(offered):
-        raise ApiError("expected tools of different names, got one twice", "tools")
-    mode, usable = _chosen(choice, offered)
+    """Raises: ApiError for what cannot be honoured; a schema is looked into when the grammar is compiled, off the event loop"""
+    if tools and len(tools) > MAX_TOOLS:
+        raise ApiError(f"expected at most {MAX_TOOLS} tools, got {len(tools)}", "tools")
+    read = _tools(tools or [])
+    offered = [tool for tool, _ in read]
+    chosen = _chosen(choice)
+    places = [at for at, tool in enumerate(offered) if chosen.names is None or tool.name in chosen.names]
+    if chosen.names is not None and len(places) < len(set(chosen.names)):
+        missing = next(name for name in chosen.names if all(tool.name != name for tool in offered))
+        raise ApiError(f"expected tool_choice to name the tools there are, got {shown(missing)}", "tool_choice")
+    if chosen.mode == "required" and not places:
+        raise ApiError("expected tools with tool_choice: required, got none", "tool_choice")
     answer, shown_format = _format(format, format_param)
-    grammar = answer
-    if mode == "required":
-        grammar = tool_calls.required(usable, parallel is not False)
-    elif mode == "auto" and usable:
-        grammar = tool_calls.auto(usable, parallel is not False, answer)
     return Constraints(
-        tools=tuple(offered) if mode != "none" else (),
-        grammar=grammar,
-        shown_tools=[_shown_tool(tool) for tool in offered],
-        shown_choice=_shown_choice(choice),
+        tools=tuple(offered) if chosen.mode != "none" else (),
+        grammar=_grammar(chosen.mode, offered, places, parallel is not False, answer),
+        shown_tools=list(itertools.starmap(_shown_tool, read)),
+        shown_choice=chosen.shown,
         shown_format=shown_format,
     )
 
 
-def _tool(field: ToolField, where: str) -> Tool:
+def _grammar(mode: str, offered: list[Tool], places: list[int], parallel: bool, answer: Grammar | None) -> Grammar | None:
+    usable = [offered[at] for at in places]
+    match mode:
+        case "named":
+            return tool_grammar.named(usable[0], places[0])
+        case "required":
+            return tool_grammar.required(usable, parallel, places)
+        case "auto" if usable:
+            return tool_grammar.auto(usable, parallel, answer, places)
+        case "none" if offered:
+            return tool_grammar.none(answer)
+    return answer
+
+
+def _tools(fields: list[ToolField]) -> list[tuple[Tool, dict[str, Any]]]:
+    """Each with its parameters as they came."""
+    read: list[tuple[Tool, dict[str, Any]]] = []
+    room = MAX_SOURCE
+    for at, given in enumerate(fields):
+        read.append(_tool(given, f"tools.{at}"))
+        room -= len(read[-1][0].parameters)
+        if room < 0:
+            raise ApiError(f"expected parameters of at most {MAX_SOURCE} characters in all tools together, got more by tools.{at}", "tools")
+    if len({tool.name for tool, _ in read}) < len(read):
+        raise ApiError("expected tools of different names, got one twice", "tools")
+    return read
+
+
+def _tool(field: ToolField, where: str) -> tuple[Tool, dict[str, Any]]:
     if field.type != "function":
         raise ApiError(f"expected tools of type function, got {shown(field.type)} in {where}", where, "unsupported_tool")
     function = field.function
@@ -112,40 +176,50 @@ def _tool(field: ToolField, where: str) -> Tool:
             function = msgspec.convert(flat, Function)
         except msgspec.ValidationError as fault:
             raise ApiError(f"expected a tool with a name of 1 to 64 letters, digits, _ or -: {fault} in {where}", where) from None
-    parameters = msgspec.json.encode(function.parameters or {"type": "object", "properties": {}}).decode()
-    if len(parameters) > MAX_SOURCE:
-        raise ApiError(f"expected parameters of at most {MAX_SOURCE} characters, got {len(parameters)} in {where}", f"{where}.parameters")
-    return Tool(function.name, function.description or "", parameters, bool(function.strict))
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    source = _source(parameters, f"{where}.parameters")
+    return Tool(function.name, function.description or "", source, bool(function.strict)), parameters
 
 
-def _chosen(choice: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
-    """auto, none or required, and of which tools."""
+def _source(schema: dict[str, Any], where: str) -> str:
+    """A schema as text. Raises: ApiError when it is too large or too deep to be one"""
+    try:
+        source = msgspec.json.encode(schema).decode()
+    except RecursionError:
+        raise ApiError(f"expected a schema in {where}, got one nested too deeply", where) from None
+    if len(source) > MAX_SOURCE:
+        raise ApiError(f"expected a schema of at most {MAX_SOURCE} characters in {where}, got {len(source)}", where)
+    if (levels := grammar_bounds.nesting(source)) > grammar_bounds.MOST_NESTED:
+        message = f"expected a schema nested at most {grammar_bounds.MOST_NESTED} deep in {where}, got {levels}"
+        raise ApiError(message, where)
+    return source
+
+
+def _chosen(choice: Any) -> Choice:
     match choice:
-        case None | "auto":
-            return "auto", tools
-        case "none":
-            return "none", []
-        case "required" if tools:
-            return "required", tools
-        case {"type": "function", "name": str(name)} | {"type": "function", "function": {"name": str(name)}}:
-            named = [tool for tool in tools if tool.name == name]
-            if not named:
-                raise ApiError(f"expected tool_choice to name one of the tools, got {shown(name)}", "tool_choice")
-            return "required", named
-        case {"type": "allowed_tools"} as allowed:
-            inner = allowed.get("allowed_tools", allowed)
-            names = [_name_of(one) for one in inner.get("tools", ())] if isinstance(inner, dict) else []
-            subset = [tool for tool in tools if tool.name in names]
-            if not subset or len(subset) != len(set(names)) or inner.get("mode", "auto") not in ("auto", "required"):
-                raise ApiError("expected allowed_tools to have a mode of auto or required and to name some of the tools", "tool_choice")
-            return inner.get("mode", "auto"), subset
-        case "required":
-            raise ApiError("expected tools with tool_choice: required, got none", "tool_choice")
-    raise ApiError(f"expected tool_choice auto, none, required or a function that is one of the tools, got {shown(choice)}", "tool_choice")
+        case None:
+            return Choice("auto", None, "auto")
+        case "auto" | "none" | "required":
+            return Choice(choice, None, choice)
+        case {"type": "function"}:
+            name = _read(choice, NamedTool).named
+            if name:
+                return Choice("named", (name,), {"type": "function", "name": name})
+        case {"type": "allowed_tools"}:
+            allowed = _read(choice, NestedAllowedTools).allowed_tools if "allowed_tools" in choice else _read(choice, AllowedTools)
+            names = tuple(tool.named or "" for tool in allowed.tools)
+            tools = [{"type": "function", "name": name} for name in names]
+            return Choice(allowed.mode, names, {"type": "allowed_tools", "mode": allowed.mode, "tools": tools})
+    got = shown(choice) if isinstance(choice, str) else "something else"
+    raise ApiError(f"expected tool_choice auto, none, required, or an object of type function or allowed_tools, got {got}", "tool_choice")
 
 
-def _name_of(tool: Any) -> str | None:
-    return tool.get("name") or (tool.get("function") or {}).get("name") if isinstance(tool, dict) else None
+def _read(choice: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(choice, kind)
+    except msgspec.ValidationError as fault:
+        wanted = "expected a function by its name, or allowed_tools with a mode of auto or required and a list of functions"
+        raise ApiError(f"{wanted}, got another form of tool_choice: {fault}", "tool_choice") from None
 
 
 def _format(field: FormatField | None, param: str) -> tuple[Grammar | None, dict[str, Any]]:
@@ -159,9 +233,7 @@ def _format(field: FormatField | None, param: str) -> tuple[Grammar | None, dict
             given = field.json_schema or field
             if given.schema is None:
                 raise ApiError(f"expected a schema in {param}, got json_schema without one", param)
-            source = msgspec.json.encode(given.schema).decode()
-            if len(source) > MAX_SOURCE:
-                raise ApiError(f"expected a schema of at most {MAX_SOURCE} characters in {param}, got {len(source)}", param)
+            source = _source(given.schema, param)
             echo = {"name": given.name or "schema", "description": given.description, "schema": given.schema, "strict": bool(given.strict)}
             return Grammar("json_schema", source), {"type": "json_schema", **echo}
         case "regex" if field and field.regex:
@@ -176,20 +248,11 @@ def _format(field: FormatField | None, param: str) -> tuple[Grammar | None, dict
             )
 
 
-def _shown_tool(tool: Tool) -> dict[str, Any]:
+def _shown_tool(tool: Tool, parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "function",
         "name": tool.name,
         "description": tool.description or None,
-        "parameters": msgspec.json.decode(tool.parameters),
+        "parameters": parameters,
         "strict": tool.strict,
     }
-
-
-def _shown_choice(choice: Any) -> Any:
-    match choice:
-        case None:
-            return "auto"
-        case {"type": "function", "function": {"name": name}}:
-            return {"type": "function", "name": name}
-    return choice

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core import Grammar, RequestError, Tool
-from engine.grammar import Grammars
+from engine.grammar import Compiled, Grammars
 from engine.tokenizer import Tokenizer
 from engine.tool_calls import (
     CLOSE,
@@ -27,16 +27,14 @@ from engine.tool_calls import (
     Piece,
     Said,
     ToolCallParser,
-    auto,
     call_text,
     is_object,
     merged,
-    named,
     parse,
-    required,
     said,
     whole_calls,
 )
+from engine.tool_grammar import CallGrammar, auto, named, required
 from tests.engine.chats import bytes_tokenizer
 
 HOSTILE = r'{"a": "</tool_call> \" } \\", "b": [1, -2.5e3, {}, [], true, null, "é\u00e9\n"], "": {"name": "x"}}'
@@ -232,11 +230,16 @@ PARIS = call_text("get_weather", '{"city": "Paris"}')
 TIME = call_text("a-b_C9", '{"x": [1, {"y": null}]}')
 
 
+def spelled(grammar: Grammar) -> str:
+    assert isinstance(grammar, CallGrammar)
+    return grammar.spelled()[0].source
+
+
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [
         ("{", "what is no JSON"),
-        ("[" * 100_000, "what is no JSON"),
+        ("[" * 100, "what is no JSON"),
         ("3", "got 3"),
         ('{"type": "string"}', 'the type "string"'),
         ('{"type": ["object", "null"]}', "the type"),
@@ -244,7 +247,7 @@ TIME = call_text("a-b_C9", '{"x": [1, {"y": null}]}')
 )
 def test_parameters_that_are_no_schema_of_an_object_are_refused(parameters: str, expected: str) -> None:
     with pytest.raises(RequestError, match="'x' to be a JSON Schema of an object") as caught:
-        named(Tool("x", "", parameters))
+        spelled(named(Tool("x", "", parameters)))
     assert expected in str(caught.value) and caught.value.param == "tools"
 
 
@@ -266,6 +269,9 @@ class Enforcer:
         except RequestError:
             return True
         return False
+
+    def compiled(self, grammar: Grammar) -> Compiled:
+        return self._grammars.compiled(grammar)
 
     def accepts(self, grammar: Grammar, reply: str | list[int]) -> bool:
         """`reply` may be generated, and be whole."""

@@ -1,0 +1,119 @@
+"""Grammars that are after the process, or after everyone's time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine import grammar_bounds
+from engine.core import Grammar, RequestError, Tool
+from engine.grammar import Grammars
+from engine.tokenizer import Tokenizer
+from engine.tool_grammar import required
+from engine.weights.checkpoint import Checkpoint
+from tests.engine.hostile_grammars import LINKS, chain, lark_chain
+
+
+@pytest.mark.parametrize("bounds", ["bounded", "unbounded"])
+def test_no_grammar_ends_the_process(tiny_checkpoint: Checkpoint, bounds: str) -> None:
+    """Not even if there were no bounds to how deep references go: the stack is deep enough for all that a source can hold."""
+    ids = ",".join(map(str, tiny_checkpoint.eos_ids))
+    command = [sys.executable, "-m", "tests.engine.hostile_grammars", str(tiny_checkpoint.tokenizer_path), ids, bounds]
+    root = Path(__file__).parents[2]
+    process = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    lines = process.stdout.splitlines()
+    assert (process.returncode, lines[-1]) == (0, "alive"), (lines[-1:], process.stderr[-500:])
+    assert sum("accepted" in line for line in lines) > 20, "what is only large is no harm"
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny_checkpoint: Checkpoint) -> Grammars:
+    return Grammars(Tokenizer(tiny_checkpoint.tokenizer_path, tiny_checkpoint.eos_ids), 300, tiny_checkpoint.eos_ids)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_references_are_followed_only_so_deep(link: str) -> None:
+    grammar_bounds.check_schema(chain(200, LINKS[link]))
+    with pytest.raises(ValueError, match=r"nest.* 2000 is the deepest"):
+        grammar_bounds.check_schema(chain(2500, LINKS[link]))
+
+
+def test_what_a_schema_refers_to_counts_wherever_it_stands() -> None:
+    """A schema of many parts is not deep; one part that leads to all of them is as deep as they are together."""
+    parts = ",".join(f'"p{at}":{{"$ref":"#/$defs/d"}}' for at in range(200))
+    many = ",".join(f'"m{at}":{{"properties":{{{parts}}}}}' for at in range(20))
+    grammar_bounds.check_schema(f'{{"$defs":{{"d":{{"type":"integer"}},{many}}}}}')
+    ring = ",".join(f'"d{at}":{{"properties":{{"x":{{"$ref":"#/$defs/d{(at + 1) % 900}"}}}}}}' for at in range(900))
+    with pytest.raises(ValueError, match="2000 is the deepest"):
+        grammar_bounds.check_schema(f'{{"$ref":"#/$defs/d0","$defs":{{{ring}}}}}')
+    hidden = chain(2500, LINKS["a reference"]).replace('"$ref"', '"\\u0024ref"')
+    with pytest.raises(ValueError, match="2000 is the deepest"):
+        grammar_bounds.check_schema(hidden)
+
+
+def test_a_grammars_rules_are_counted_and_its_schemas_looked_at(compiler: Grammars) -> None:
+    for source, says in (
+        (lark_chain(5001, "T", '"a" {}'), "5000 is the most"),
+        (f"start: %json {chain(2500, LINKS['items'])}", "2000 is the deepest"),
+        ('start: T\nT: "&&&&&&&&&&&&&&&&&" & ' + " & ".join(["/a&&*/"] * 18), "18 times &"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            compiler.compiled(Grammar("lark", source))
+    compiler.compiled(Grammar("lark", 'start: ("&&" | "&")+ // ' + "& " * 40))
+
+
+def test_patterns_that_must_match_at_once_are_few() -> None:
+    """Also where objects are merged; each for itself they may be many."""
+    patterns = [{"pattern": f"a{{{at}}}"} for at in range(20)]
+    for schema in (
+        {"allOf": patterns},
+        {"allOf": [{"properties": {"x": pattern}} for pattern in patterns]},
+        {"patternProperties": {f"a{{{at}}}": True for at in range(20)}},
+    ):
+        with pytest.raises(ValueError, match="20 patterns at once"):
+            grammar_bounds.check_schema(json.dumps(schema))
+    properties = {f"p{at}": pattern for at, pattern in enumerate(patterns)}
+    grammar_bounds.check_schema(json.dumps({"allOf": [{"properties": properties}], "anyOf": patterns}))
+
+
+def test_grammars_are_compiled_on_a_deep_stack(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    start = threading.Thread.start
+
+    def watched(thread: threading.Thread) -> None:
+        sizes.append((thread.name, threading.stack_size()))
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", watched)
+    compiler.compiled(Grammar("regex", "deep stack"))
+    assert sizes == [("grammar", 256 * 1024 * 1024)]
+    assert threading.stack_size() == 0
+
+
+def test_what_a_reply_would_fail_by_is_known_before_it_begins(compiler: Grammars) -> None:
+    for source in ("(a{1,500}){1,500}", "((a{0,100}){0,100}){0,100}"):
+        with pytest.raises(RequestError, match="too many expressions") as refused:
+            compiler.compiled(Grammar("regex", source))
+        assert refused.value.code == "invalid_grammar"
+
+
+def test_a_tools_schema_is_named_when_it_is_at_fault(compiler: Grammars) -> None:
+    good, wrong = Tool("f", "", '{"properties": {}}'), '{"properties": {"a": {"type": "strange"}}}'
+    for bad, says in (
+        (wrong, "strange"),
+        (chain(2500, LINKS["items"]), "2000 is the deepest"),
+        ('{"properties":{"a":' * 70 + "{}" + "}}" * 70, "nests deeper"),
+        ('{"type": "array"}', "JSON Schema of an object"),
+        ("{", "no JSON"),
+        ('{"properties": {"a": {"type": "integer", "multipleOf": 1234567}}}', "multipleOf"),
+    ):
+        for grammar in (required([good, Tool("g", "", bad)], True), required([Tool("g", "", bad)], True, [1])):
+            with pytest.raises(RequestError, match=rf"^tools\.1\.parameters: .*{says}") as refused:
+                compiler.compiled(grammar)
+            assert refused.value.param == "tools"
+            assert "Lark" not in str(refused.value)
