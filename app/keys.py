@@ -46,10 +46,13 @@ class Keys:
     def caller(self, scope: Scope) -> Caller:
         """Whose key the request carries: as Bearer, in `api-key`, or in an offered subprotocol. Raises: KeyRefusedError."""
         offered = _offered_keys(scope)
-        ephemeral = self._offered_ephemeral(scope, offered)
+        brief = self._brief(scope, offered)
+        ephemeral = next((key for key in brief if key is not None), None)
         if ephemeral is not None:
             return Caller(ephemeral.owner, ephemeral)
         if not self._owners:
+            if brief:  # a page would be let in without the session that its key is for
+                raise KeyRefusedError("expected an ephemeral key that is not over, got one that is, or that is not known here")
             return Caller(LOCAL_OWNER)
         if not offered:
             raise KeyRefusedError("expected an API key (Authorization: Bearer KEY), got none")
@@ -62,11 +65,11 @@ class Keys:
             raise KeyRefusedError("expected a valid API key, got one that is not known here")
         return Caller(found)
 
-    def _offered_ephemeral(self, scope: Scope, offered: list[str]) -> EphemeralKey | None:
+    def _brief(self, scope: Scope, offered: list[str]) -> list[EphemeralKey | None]:
+        """Each ephemeral key that is offered where one may be; None: it is not known, or not any more."""
         if self._ephemeral is None or scope["type"] != "websocket" or scope["path"] != EPHEMERAL_PATH:
-            return None
-        found = [self._ephemeral.find(key) for key in offered if key.startswith(PREFIX)]
-        return next((key for key in found if key is not None), None)
+            return []
+        return [self._ephemeral.find(key) for key in offered if key.startswith(PREFIX)]
 
 
 class KeyFileError(ValueError):

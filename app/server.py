@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from app import page
@@ -170,6 +171,15 @@ async def _answer(_: Request, fault: Exception) -> Response:
 async def _answer_http(request: Request, fault: Exception) -> Response:
     assert isinstance(fault, HTTPException)
     words = {404: f"{request.url.path} does not exist", 405: f"{request.method} is not allowed on {request.url.path}"}
-    return Refusal(
-        fault.status_code, words.get(fault.status_code, fault.detail), "not_found" if fault.status_code == 404 else None
-    ).response()
+    code = "not_found" if fault.status_code == 404 else None
+    answer = Refusal(fault.status_code, words.get(fault.status_code, fault.detail), code).response()
+    answer.headers.update(fault.headers or {})
+    if fault.status_code == 405:
+        answer.headers["allow"] = ", ".join(_allowed(request))
+    return answer
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods of a path: each has a route of its own."""
+    found = [route for route in request.app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in found for method in route.methods or ()})

@@ -25,7 +25,8 @@ from app.api.decoding import MAX_MESSAGES, MAX_TOP_LOGPROBS, Metadata, SamplingF
 from app.api.disconnect import run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
-from app.api.unsupported import SHARED, Neutral, refuse_unsupported
+from app.api.sizes import FORM_BYTES, bounded
+from app.api.unsupported import SHARED, Neutral, refuse_unsupported, with_unsupported
 from app.conversations.service import Conversations
 from app.conversations.turn import Said, Turn
 from app.refusal import json_response
@@ -56,17 +57,17 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], bounded(None, min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[ToolField] | None = None
+    tools: Annotated[list[ToolField], bounded(FORM_BYTES)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: FormatField | None = None
+    response_format: Annotated[FormatField, bounded(FORM_BYTES)] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     stream: bool | None = None
@@ -130,10 +131,13 @@ class ChatRequest(SamplingFields, kw_only=True):
         )
 
 
+BODY = with_unsupported(ChatRequest, UNSUPPORTED, SHARED)
+
+
 def read(data: bytes) -> ChatRequest:
     """Raises: ApiError for what is wrong, and for what cannot be honoured"""
-    asked = decode(data, ChatRequest)
-    refuse_unsupported(decode(data, dict[str, Any]), UNSUPPORTED, SHARED)
+    asked = decode(data, BODY)
+    refuse_unsupported(asked, UNSUPPORTED, SHARED)
     return asked
 
 

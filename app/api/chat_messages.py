@@ -6,7 +6,7 @@ Owns what each role may carry: text, a reply's calls, a tool's answer. (OpenAI A
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from msgspec import Meta
 from app.api.decoding import MAX_CALL_ID, ROLES, Content, message_of, shown, text_of
 from app.api.errors import ApiError
 from app.api.items import with_call
+from app.api.sizes import ABSENT
 from app.conversations.turn import Said
 
 MAX_CALLS = 128  # of one message
@@ -37,7 +38,7 @@ class ChatMessage(msgspec.Struct):
     content: Content | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Meta(min_length=1, max_length=MAX_CALL_ID)] | None = None
-    function_call: Any = None
+    function_call: msgspec.Raw = ABSENT
 
 
 def said_of(messages: Sequence[ChatMessage]) -> list[Said]:
@@ -46,7 +47,7 @@ def said_of(messages: Sequence[ChatMessage]) -> list[Said]:
 
 
 def _said(message: ChatMessage, where: str) -> Said:
-    if message.function_call is not None:
+    if bytes(message.function_call) != b"null":
         raise ApiError(f"expected calls in tool_calls, got function_call in {where}", f"{where}.function_call", "unsupported_value")
     if message.tool_calls and message.role != "assistant":
         raise ApiError(
@@ -63,5 +64,5 @@ def _said(message: ChatMessage, where: str) -> Said:
         here = f"{where}.tool_calls.{at}"
         if call.type != "function" or call.function is None:
             raise ApiError(f"expected calls of type function, got {shown(call.type)} in {here}", here, "unsupported_value")
-        said = with_call(said, call.id, call.function.name, call.function.arguments.strip() or "{}", here)
+        said = with_call(said, call.id, call.function.name, call.function.arguments, here)
     return said

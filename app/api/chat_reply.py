@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from app.api.choices import Choices, finish_reason
+from app.api.kept import kept
 from app.api.telling import wire_logprobs
 from app.conversations.calls import call_id
 from app.conversations.run import Run
@@ -109,7 +110,7 @@ def usage_object(usage: Usage) -> Wire:
 
 def _choice(index: int, run: Run) -> Wire:
     teller = ChoiceTeller(run.reply)
-    told = [part for entry in run.logged for part in teller.tell(entry.text, entry.logprobs)] + teller.end()
+    told = [part for entry in kept(run) for part in teller.tell(entry.text, entry.logprobs)] + teller.end()
     said: list[str] = []
     calls: list[tuple[Wire, list[str]]] = []
     for delta, _ in told:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from contextlib import contextmanager
 
 from app.api.errors import ApiError
+from app.api.kept import entries
 from app.conversations.errors import ConversationError
 from app.conversations.run import Run
 from app.conversations.service import Conversations
@@ -51,26 +52,26 @@ class Choices:
         Raises: as `begin`, if one of them cannot be; then all are cancelled
         """
         if len(self.indices) == 1:
-            async for _, gained in self.runs[0].entries():
+            async for gained in entries(self.runs[0]):
                 yield 0, gained
             yield 0, None
             return
-        coming: dict[asyncio.Task[Entry | None], tuple[int, AsyncIterator[tuple[int, Entry]]]] = {}
+        coming: dict[asyncio.Task[Entry | None], tuple[int, AsyncIterator[Entry]]] = {}
 
-        def follow(index: int, entries: AsyncIterator[tuple[int, Entry]]) -> None:
-            coming[asyncio.create_task(_next(entries))] = index, entries
+        def follow(index: int, gains: AsyncIterator[Entry]) -> None:
+            coming[asyncio.create_task(_next(gains))] = index, gains
 
         for index, run in self.runs.items():
-            follow(index, run.entries())
+            follow(index, entries(run))
         try:
             while coming:
                 done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=lambda task: coming[task][0]):
-                    index, entries = coming.pop(task)
+                    index, gains = coming.pop(task)
                     for later in await self._begin_later(index):
-                        follow(later, self.runs[later].entries())
+                        follow(later, entries(self.runs[later]))
                     if entry := task.result():
-                        follow(index, entries)
+                        follow(index, gains)
                     yield index, entry
         except Exception:
             self.cancel()
@@ -129,7 +130,9 @@ def renaming(params: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ConversationError, RequestError) as fault:
-        fault.param = params.get(fault.param or "", fault.param)
+        if fault.param is not None:
+            field, dot, rest = fault.param.partition(".")
+            fault.param = params.get(fault.param, params.get(field, field) + dot + rest)
         raise
 
 
@@ -151,7 +154,5 @@ def _copy(turn: Turn, nth: int) -> Turn:
     )
 
 
-async def _next(entries: AsyncIterator[tuple[int, Entry]]) -> Entry | None:
-    async for _, entry in entries:
-        return entry
-    return None
+async def _next(gains: AsyncIterator[Entry]) -> Entry | None:
+    return await anext(gains, None)

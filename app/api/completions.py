@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import re
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
+import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,11 +25,12 @@ from app.api.chat_completions import PARAMS, StreamOptions
 from app.api.chat_reply import usage_object
 from app.api.choices import MOST_CHOICES, Choices, finish_reason, renaming
 from app.api.constraints import FormatField, constraints
-from app.api.decoding import MAX_TOP_LOGPROBS, SamplingFields, body_of, decode, refuse_unless, shown
+from app.api.decoding import MAX_TOP_LOGPROBS, SHOWN_CHARACTERS, SamplingFields, body_of, decode, refuse_unless, shown
 from app.api.disconnect import run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
-from app.api.unsupported import SHARED, Neutral, refuse_unsupported
+from app.api.sizes import FORM_BYTES, bounded
+from app.api.unsupported import SHARED, Neutral, refuse_unsupported, with_unsupported
 from app.conversations.run import Run
 from app.conversations.service import Conversations
 from app.conversations.turn import Turn
@@ -44,36 +47,53 @@ UNSUPPORTED: Neutral = {
 }
 NAMES = {**PARAMS, "input": "prompt", "grammar": "response_format", "top_logprobs": "logprobs"}
 
+EXPECTED = "expected a prompt of text, of token ids, or a list of either"
+
+T = TypeVar("T")
 Wire = dict[str, Any]
 Ids = tuple[int, ...]
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    prompt: msgspec.Raw  # text, token ids, or a list of either
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: FormatField | None = None
+    response_format: Annotated[FormatField, bounded(FORM_BYTES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @property
     def prompts(self) -> list[str | Ids]:
-        """Raises: ApiError for a list of several kinds, or of too many"""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = {type(one) for one in self.prompt}
-        if len(kinds) > 1:
-            raise ApiError("expected a prompt of text, of token ids, or a list of either, got a list of several kinds", "prompt")
-        if kinds == {int}:
-            return [tuple(one for one in self.prompt if isinstance(one, int))]
-        if len(self.prompt) * (self.n or 1) > MOST_CHOICES:
-            got = f"{len(self.prompt)} prompts with n: {self.n or 1}"
+        """Raises: ApiError for what is none, for a list of several kinds, or of too many"""
+        given = bytes(self.prompt)
+        try:
+            if given.startswith(b'"'):
+                return [decode(given, str)]
+            match re.findall(rb"\A\[\s*(.)", given):
+                case [b'"']:
+                    return [*self._few(decode(given, list[str]))]
+                case [b"["]:
+                    self._few(range(given.count(b"[") - 1))  # a million lists are not to be made to be counted
+                    return [tuple(ids) for ids in self._few(decode(given, list[list[int]]))]
+                case [start] if start != b"]":
+                    return [tuple(decode(given, list[int]))]
+        except ApiError as fault:
+            if fault.refusal.param == "prompt" or fault.refusal.code != "invalid_value":
+                raise
+            at = fault.refusal.param or ""  # what comes after the first is not wrong, but of another kind
+            place = f"prompt.{at}" if at == "0" or "." in at else "prompt"
+            raise ApiError(f"{fault} in {place}: {EXPECTED}", place) from None
+        got = shown(decode(given, Any)) if len(given) <= SHOWN_CHARACTERS else "something else"
+        raise ApiError(f"{EXPECTED}, got {got}", "prompt")
+
+    def _few(self, prompts: Sequence[T]) -> Sequence[T]:
+        if len(prompts) * (self.n or 1) > MOST_CHOICES:
+            got = f"{len(prompts)} prompts with n: {self.n or 1}"
             raise ApiError(f"expected at most {MOST_CHOICES} choices in all, got {got}", "prompt")
-        return [one if isinstance(one, str) else tuple(one) for one in self.prompt if not isinstance(one, int)]
+        return prompts
 
     def turn(self, owner: str, model: str, prompt: Ids) -> Turn:
         """The turn of a prompt's first choice. Raises: ApiError for what cannot be honoured"""
@@ -94,10 +114,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
         )
 
 
+BODY = with_unsupported(CompletionRequest, UNSUPPORTED, SHARED)
+
+
 def read(data: bytes) -> CompletionRequest:
     """Raises: ApiError for what is wrong, and for what cannot be honoured"""
-    asked = decode(data, CompletionRequest)
-    refuse_unsupported(decode(data, dict[str, Any]), UNSUPPORTED, SHARED)
+    asked = decode(data, BODY)
+    refuse_unsupported(asked, UNSUPPORTED, SHARED)
     refuse_unless([("best_of", asked.best_of in (None, 1, asked.n), f"null, 1 or n: {shown(asked.n or 1)}")])
     return asked
 
@@ -113,13 +136,14 @@ class Completions:
     async def _create(self, request: Request) -> Response:
         asked = read(await body_of(request))
         owner, model = owner_of(request.scope), self._models.served(asked.model)
+        given = asked.prompts()
         with renaming(NAMES):
-            prompts = [await self._ids(prompt) for prompt in asked.prompts]
+            prompts = [await self._ids(prompt) for prompt in given]
         turns = [asked.turn(owner, model, ids) for ids in prompts]
         choices = Choices(self._conversations, turns, asked.n or 1, NAMES)
         await choices.begin()
         try:
-            echoes = [await self._echo(*prompt) for prompt in zip(asked.prompts, prompts, strict=True)] if asked.echo else []
+            echoes = [await self._echo(*prompt) for prompt in zip(given, prompts, strict=True)] if asked.echo else []
         except BaseException:
             choices.cancel()
             raise

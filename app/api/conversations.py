@@ -10,14 +10,15 @@ from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.api.choices import renaming
 from app.api.decoding import Metadata, body_of, decode, whole_number
 from app.api.errors import ApiError
 from app.api.items import InputItem, ledger_id, said_of, wire_items
+from app.api.sizes import bounded
 from app.conversations.errors import NotFoundError, shown
 from app.conversations.service import Conversations
 from app.conversations.turn import Said
@@ -26,8 +27,9 @@ from app.security import owner_of
 from app.store.records import Conversation, Item
 
 MOST = 100
+PARAMS = {"input": "items"}  # the domain's names, where this protocol has others
 
-Items = Annotated[list[InputItem], Meta(max_length=MOST)]
+Items = Annotated[list[InputItem], bounded(None, max_length=MOST)]
 
 
 class ConversationCreate(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,7 +42,7 @@ class ConversationUpdate(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ItemsCreate(msgspec.Struct, forbid_unknown_fields=True):
-    items: Annotated[list[InputItem], Meta(min_length=1, max_length=MOST)]
+    items: Annotated[list[InputItem], bounded(None, min_length=1, max_length=MOST)]
 
 
 class ConversationsApi:
@@ -62,7 +64,8 @@ class ConversationsApi:
     async def _create(self, request: Request) -> Response:
         asked = decode(await body_of(request) or b"{}", ConversationCreate)
         said = _said(asked.items or ())
-        return json_response(self._object(await self._threads.create(owner_of(request.scope), asked.metadata or {}, said)))
+        with renaming(PARAMS):
+            return json_response(self._object(await self._threads.create(owner_of(request.scope), asked.metadata or {}, said)))
 
     async def _list(self, request: Request) -> Response:
         limit = page_limit(request)
@@ -88,7 +91,8 @@ class ConversationsApi:
 
     async def _add_items(self, request: Request) -> Response:
         asked = decode(await body_of(request), ItemsCreate)
-        added = await self._threads.add_items(owner_of(request.scope), request.path_params["id"], _said(asked.items))
+        with renaming(PARAMS):
+            added = await self._threads.add_items(owner_of(request.scope), request.path_params["id"], _said(asked.items))
         shown_items = _shown(added)
         return json_response(_page(shown_items, len(shown_items)))
 

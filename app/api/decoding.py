@@ -1,14 +1,16 @@
 """Reading what clients send: JSON to typed messages, with errors that say what was expected and what came.
 
 Owns the sampling fields that every protocol shares. Bounds are part of the types, so that an absurd number is refused before anything
-is done with it.
+is done with it; `sizes.py` has those of what takes long to decode at all.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -16,6 +18,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from app.api.errors import ApiError
+from app.api.sizes import MOST_BYTES, bounded, check_sizes
 from app.store.records import Role
 from engine.core import Grammar, SamplingParams
 
@@ -27,6 +30,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_IDS = 1024
 MAX_MESSAGES = 4096  # of one request
+ABSENT = object()  # in place of a value
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -85,10 +89,12 @@ class Part(msgspec.Struct):
 
     type: str
     text: str | None = None
+    refusal: str | None = None  # a reply's, in which it says that it will not
 
 
-Content = str | list[Part]
+Content = str | Annotated[list[Part], bounded(None)]
 
+TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -96,7 +102,7 @@ def message_of(role: str | None, content: Content | None, param: str) -> tuple[R
     """A message's role in the ledger's words, and its text. Raises: ApiError, naming the message as `param`"""
     if role not in ROLES:
         raise ApiError(f"expected a role of {', '.join(ROLES)}, got {shown(role)} in {param}", f"{param}.role")
-    return ROLES[role], text_of(content, f"{param}.content")
+    return ROLES[role], text_of(content, f"{param}.content", reply=role == "assistant")
 
 
 def refuse_unless(neutral: Iterable[tuple[str, bool, str]]) -> None:
@@ -114,16 +120,19 @@ def tier_used(asked: str | None) -> str:
     return tier
 
 
-def text_of(content: Content | None, param: str) -> str:
-    """The text of a string or of text parts. Raises: ApiError for any other part"""
+def text_of(content: Content | None, param: str, reply: bool = False) -> str:
+    """The text of a string or of text parts, and of the refusals of a `reply`. Raises: ApiError for any other part"""
     if isinstance(content, str):
         return content
+    texts = []
     for part in content or ():
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+        text = part.refusal if reply and part.type == "refusal" else part.text if part.type in TEXT_PARTS else None
+        if text is None:
             raise ApiError(
-                f"expected text parts (text, input_text or output_text) in {param}, got {part.type!r}", param, "unsupported_content"
+                f"expected text parts ({', '.join(TEXT_PARTS)}) in {param}, got {shown(part.type)}", param, "unsupported_content"
             )
-    return "".join(part.text or "" for part in content or ())
+        texts.append(text)
+    return "".join(texts)
 
 
 async def body_of(request: Request) -> bytes:
@@ -139,11 +148,14 @@ async def body_of(request: Request) -> bytes:
 
 def decode(data: bytes | str, type: type[T]) -> T:
     """Raises: ApiError, naming the field, what it should be and what it is"""
+    large = len(data) > MOST_BYTES
     try:
         try:
+            if large and issubclass(type, msgspec.Struct):
+                check_sizes(data, type)
             return msgspec.json.decode(data, type=type)
         except msgspec.ValidationError as fault:
-            raise _invalid(fault, msgspec.json.decode(data)) from None
+            raise _invalid(str(fault), ABSENT if large else msgspec.json.decode(data)) from None
     except (msgspec.DecodeError, UnicodeError) as fault:
         raise ApiError(
             f"expected a JSON object in UTF-8 without lone surrogates, got something else: {fault}", None, "invalid_json"
@@ -162,22 +174,41 @@ def whole_number(query: Mapping[str, str], name: str, default: int, most: int = 
     return int(text)
 
 
-def _invalid(fault: msgspec.ValidationError, raw: Any) -> ApiError:
-    message, _, path = str(fault).partition(" - at `")
+def _invalid(fault: str, raw: Any) -> ApiError:
+    """`raw`: what was decoded, if that is at hand."""
+    message, _, path = fault.partition(" - at `")
     keys = re.findall(r"\w+|(?<=\[)\d+(?=\])", path.removeprefix("$"))
-    value = raw
+    where, value = ".".join(keys), raw
     for key in keys:
         if isinstance(value, dict) and key in value:
             value = value[key]
         elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
             value = value[int(key)]
-    got = "" if ", got" in message or "unknown field" in message or "missing required" in message else f", got {shown(value)}"
-    param = ".".join(keys) or None
-    return ApiError(f"{message[:1].lower()}{message[1:]}{got}{f' in {param}' if param else ''}", param)
+    if unknown := re.fullmatch(r"(Object contains unknown field) `(.*)`", message, re.DOTALL):
+        keys.append(_cut(unknown[2]))
+        message = f"{unknown[1]} `{keys[-1]}`"
+    got = "" if unknown or ", got" in message or "missing required" in message or raw is ABSENT else f", got {shown(value)}"
+    return ApiError(f"{message[:1].lower()}{message[1:]}{got}{f' in {where}' if where else ''}", ".".join(keys) or None)
+
+
+@contextmanager
+def within(field: str) -> Iterator[None]:
+    """Errors of what is read in `field` name its fields by their whole path."""
+    try:
+        yield
+    except ApiError as fault:
+        if fault.refusal.param is not None:
+            fault.refusal = replace(fault.refusal, param=f"{field}.{fault.refusal.param}")
+        raise
 
 
 def shown(value: Any) -> str:
-    text = msgspec.json.encode(value).decode()
+    if isinstance(value, str):
+        value = value[: SHOWN_CHARACTERS + 1]
+    return _cut(msgspec.json.encode(value).decode())
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 

@@ -23,7 +23,8 @@ from app.api.decoding import SamplingFields, body_of, decode
 from app.api.disconnect import run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
-from app.api.unsupported import SHARED, Neutral, refuse_unsupported
+from app.api.sizes import bounded
+from app.api.unsupported import SHARED, Neutral, refuse_unsupported, with_unsupported
 from app.conversations.run import Run
 from app.conversations.service import Conversations
 from app.conversations.turn import Turn
@@ -67,9 +68,9 @@ class GenerateFields(SamplingFields, kw_only=True):
 
 
 class GenerateRequest(GenerateFields, kw_only=True):
-    prompt: str | list[int] | None = None
+    prompt: str | Annotated[list[int], bounded(None)] | None = None
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: Annotated[list[int], bounded(None)] | None = None
     model: str | None = None
     sampling_params: GenerateFields | None = None
     stream: bool | None = None
@@ -94,14 +95,17 @@ class GenerateRequest(GenerateFields, kw_only=True):
         return given[0] if isinstance(given[0], str) else tuple(given[0])
 
 
+NESTED = with_unsupported(GenerateFields, UNSUPPORTED, SHARED)
+BODY = with_unsupported(GenerateRequest, UNSUPPORTED, SHARED, sampling_params=NESTED | None)
+
+
 def read(data: bytes) -> GenerateRequest:
     """With the fields of `sampling_params` among its own. Raises: ApiError for what is wrong, and for what cannot be honoured"""
-    asked = decode(data, GenerateRequest)
-    given = decode(data, dict[str, Any])
-    refuse_unsupported(given, UNSUPPORTED, SHARED)
+    asked = decode(data, BODY)
+    refuse_unsupported(asked, UNSUPPORTED, SHARED)
     if asked.sampling_params is None:
         return asked
-    refuse_unsupported(given["sampling_params"], UNSUPPORTED, SHARED)
+    refuse_unsupported(asked.sampling_params, UNSUPPORTED, SHARED)
     nested = {name: value for name in GenerateFields.__struct_fields__ if (value := getattr(asked.sampling_params, name)) is not None}
     twice = next((name for name in nested if getattr(asked, name) is not None), None)
     if twice:

@@ -18,7 +18,10 @@ from app.api.errors import ApiError
 from app.api.telling import Teller, Wire, message_item
 from app.conversations.turn import Said
 from app.store.records import Item
-from engine.tool_calls import call_text
+from engine.json_object import BLANKS
+from engine.tool_calls import OPEN, CallBegun, call_text, parse
+
+LONGEST_UNSURE = 1 << 16  # characters of arguments that are read for calls of their own
 
 
 class InputItem(msgspec.Struct):
@@ -69,15 +72,40 @@ def add_said(said: list[Said], item: InputItem, where: str) -> None:
 
 
 def with_call(reply: Said, id: str, name: str, arguments: str, where: str) -> Said:
-    """A reply with one more call in it. Raises: ApiError for arguments that are no JSON object"""
+    """A reply with one more call in it. Raises: ApiError for arguments that are neither a JSON object nor how one begins
+
+    A call that was broken off, as by the end of its tokens, is kept as it was said: what brought it is to be told again.
+    """
+    if _is_object(arguments):
+        call = call_text(name, arguments)
+    else:
+        call = call_text(name, "\0").partition("\0")[0] + arguments
+        if not _is_one_call(call, arguments):
+            raise ApiError(f"expected arguments to be a JSON object, got {shown(arguments)} in {where}", f"{where}.arguments")
+    return Said("assistant", "\n".join(filter(None, (reply.text, call))), (*reply.call_ids, id))
+
+
+class _AnyObject(msgspec.Struct):
+    """Of which no field is looked at."""
+
+
+def _is_object(text: str) -> bool:
+    if not text.strip():  # as those write it who have no arguments
+        return True
     try:
-        plain = isinstance(msgspec.json.decode(arguments), dict)
+        msgspec.json.decode(text, type=_AnyObject)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        plain = False
-    if not plain:
-        raise ApiError(f"expected arguments to be a JSON object, got {shown(arguments)} in {where}", f"{where}.arguments")
-    text = "\n".join(filter(None, (reply.text, call_text(name, arguments))))
-    return Said("assistant", text, (*reply.call_ids, id))
+        return False
+    return True
+
+
+def _is_one_call(call: str, arguments: str) -> bool:
+    """The text is that of a call whose arguments have begun, and of no other one."""
+    if OPEN in arguments and len(arguments) > LONGEST_UNSURE:
+        return False
+    return arguments.lstrip(BLANKS).startswith("{") and (
+        OPEN not in arguments or sum(isinstance(piece, CallBegun) for piece in parse(call)) == 1
+    )
 
 
 def wire_items(item: Item) -> list[Wire]:

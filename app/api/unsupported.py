@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from app.api.decoding import refuse_unless
+from app.api.sizes import ABSENT
 
 Neutral = Mapping[str, tuple[Any, ...]]
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+LONGEST = 256  # bytes of a value that may be neutral
 
 SHARED: Neutral = {
     "min_tokens": (None, 0),
@@ -36,7 +42,22 @@ SHARED: Neutral = {
 }
 
 
-def refuse_unsupported(given: Mapping[str, Any], *tables: Neutral) -> None:
-    """Raises: ApiError, naming the first field of a table that is not neutral"""
-    values = {name: neutral for table in tables for name, neutral in table.items()}
-    refuse_unless((name, given.get(name) in neutral, " or ".join(map(json.dumps, neutral))) for name, neutral in values.items())
+def with_unsupported(request: type[Request], *tables: Neutral, **others: Any) -> type[Request]:
+    """The type with the tables' fields too, as they stand, for `refuse_unsupported`; and with `others` of other types: name to type."""
+    fields = [(name, msgspec.Raw, ABSENT) for table in tables for name in table]
+    made = msgspec.defstruct(
+        request.__name__, [*fields, *((name, kind, None) for name, kind in others.items())], bases=(request,), kw_only=True
+    )
+    return cast("type[Request]", made)
+
+
+def refuse_unsupported(given: msgspec.Struct, *tables: Neutral) -> None:
+    """`given`: of a type with the tables' fields. Raises: ApiError, naming the first field of a table that is not neutral"""
+    neutral = {name: values for table in tables for name, values in table.items()}
+    refuse_unless(
+        (name, _is_one_of(getattr(given, name), values), " or ".join(map(json.dumps, values))) for name, values in neutral.items()
+    )
+
+
+def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
+    return memoryview(raw).nbytes <= LONGEST and msgspec.json.decode(raw) in values

@@ -25,6 +25,18 @@ def path(items: Mapping[str, Item], leaf: str | None) -> list[Item]:
     return walked[::-1]
 
 
+def led_by(item: Item, items: Mapping[str, Item]) -> list[Item]:
+    """The replies whose `lead_ids` may have what the item says: the next ones after it that have tokens, in every branch."""
+    found = []
+    for reply in items.values():
+        at = reply.parent if reply.lead_ids else None
+        while at is not None and at in items and at != item.id and items[at].ids is None:
+            at = items[at].parent
+        if at == item.id:
+            found.append(reply)
+    return found
+
+
 def messages(instructions: str | None, items: Sequence[Item], fingerprint: str) -> list[Message]:
     """The chat to run: instructions in front, then those of the items that are messages."""
     front = [Message("system", instructions)] if instructions else []

@@ -36,9 +36,7 @@ class Threads:
         calls.check_answers([], items)
         if items:
             conversation = replace(conversation, leaf=items[-1].id, title=title_of(said))
-        await self._store.create_conversation(conversation)
-        if items:
-            await self._store.put_items(conversation, items)
+        await self._store.create_conversation(conversation, items)
         return conversation
 
     async def add_items(self, owner: str, id: str, said: Sequence[Said], after: str | None = None) -> list[Item]:
@@ -64,16 +62,25 @@ class Threads:
             return items
 
     async def change_item(self, owner: str, id: str, item_id: str, text: str | None) -> Item:
-        """Cut an item's text down to `text`, a beginning of it; None: delete it. Raises: ConversationError, StoreError"""
+        """Cut an item's text down to `text`, a beginning of it; None: delete it. What is cut is gone from the log: also the tokens of
+        replies that were read after it, and the title. Raises: ConversationError, StoreError
+        """
         async with self.alone_with(owner, id):
             conversation = await self.conversation(owner, id)
-            path = ledger.path(await self._store.items(id), conversation.leaf)
+            items = await self._store.items(id)
+            path = ledger.path(items, conversation.leaf)
             item = path[_place_of(item_id, path)]
-            if item.status == "in_progress":
-                raise ConflictError(f"item {shown(item_id)} is still being made: wait for it or cancel it", "item_id")
+            after = ledger.led_by(item, items)
+            if any(one.status == "in_progress" for one in (item, *after)):
+                raise ConflictError(f"item {shown(item_id)} is in use by a reply that is being made: wait for it or cancel it", "item_id")
             call_ids = item.call_ids if text else []
             changed = replace(item, text=text or "", ids=None, lead_ids=[], call_ids=call_ids, deleted=text is None)
-            await self._store.put_items(replace(conversation, updated_at=time.time()), [changed])
+            if conversation.title == title_of([Said(item.role, item.text)]):
+                rest = [Said(one.role, one.text) for one in path if one is not item and one.spoken]
+                conversation = replace(conversation, title=title_of(rest))
+            unread = [replace(one, lead_ids=[], lead_digest=b"") for one in after]
+            unsaid = [item.response] if item.role == "assistant" and item.response else []
+            await self._store.put_items(replace(conversation, updated_at=time.time()), [changed, *unread], unsaid)
             return changed
 
     async def conversation(self, owner: str, id: str) -> Conversation:

@@ -35,7 +35,8 @@ class RefusedError(StoreError):
 class Store(Protocol):
     """Every write has happened (as durably as the backend can) when its coroutine returns; every method raises StoreError."""
 
-    async def create_conversation(self, conversation: Conversation) -> None: ...
+    async def create_conversation(self, conversation: Conversation, items: Sequence[Item] = ()) -> None:
+        """Write a conversation with the items it begins with, in one transaction."""
 
     async def conversation(self, id: str) -> Conversation | None: ...
 
@@ -56,8 +57,11 @@ class Store(Protocol):
         """Every item of a conversation, by id."""
         ...
 
-    async def put_items(self, conversation: Conversation, items: Sequence[Item]) -> None:
-        """Write items of an existing conversation, new or changed, and its record, in one transaction. A deleted one stays deleted."""
+    async def put_items(self, conversation: Conversation, items: Sequence[Item], unsaid: Sequence[str] = ()) -> None:
+        """Write items of an existing conversation, new or changed, and its record, in one transaction. A deleted one stays deleted.
+
+        `unsaid`: responses whose log entries are forgotten, since their replies are no longer what they were.
+        """
 
     async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
         """Write a turn in one transaction: conversation (created or updated), response (now open), its input items, and its reply as begun.

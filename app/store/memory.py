@@ -50,8 +50,9 @@ class MemoryStore:
         entries = sum(len(record) for log in self._logs.values() for _, record in log.entries)
         return threads + entries + sum(map(len, self._responses.values()))
 
-    async def create_conversation(self, conversation: Conversation) -> None:
-        self._put(conversation, _encoded(conversation))
+    async def create_conversation(self, conversation: Conversation, items: Sequence[Item] = ()) -> None:
+        record, item_records = _encoded(conversation), {item.id: _encoded(item) for item in items}
+        self._put(conversation, record).items.update(item_records)
 
     async def conversation(self, id: str) -> Conversation | None:
         thread = self._threads.get(id)
@@ -82,10 +83,13 @@ class MemoryStore:
         thread = self._threads.get(conversation)
         return {} if thread is None else {id: _decoded(record, Item) for id, record in thread.items.items()}
 
-    async def put_items(self, conversation: Conversation, items: Sequence[Item]) -> None:
+    async def put_items(self, conversation: Conversation, items: Sequence[Item], unsaid: Sequence[str] = ()) -> None:
         record, item_records = _encoded(conversation), {item.id: _encoded(item) for item in items}
         if conversation.id in self._threads:
             self._put(conversation, record).items.update(item_records)
+            for response in unsaid:
+                if log := self._logs.get(response):
+                    log.entries.clear()
 
     async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
         key = None if response.client_message_id is None else (response.owner, response.client_message_id)

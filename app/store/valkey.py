@@ -52,10 +52,11 @@ class ValkeyStore:
     def __init__(self, client: Redis) -> None:
         self._client: Any = client  # redis-py's types leave open whether an answer is text or bytes, and awaited or not
 
-    async def create_conversation(self, conversation: Conversation) -> None:
+    async def create_conversation(self, conversation: Conversation, items: Sequence[Item] = ()) -> None:
         with _faults("create a conversation"):
             async with self._client.pipeline() as transaction:
                 _put_conversation(transaction, conversation)
+                _put_items(transaction, conversation, items)
                 await transaction.execute()
 
     async def conversation(self, id: str) -> Conversation | None:
@@ -116,7 +117,7 @@ class ValkeyStore:
             records = await self._client.hgetall(_items(conversation))
             return {id.decode(): decode(record, Item) for id, record in records.items()}
 
-    async def put_items(self, conversation: Conversation, items: Sequence[Item]) -> None:
+    async def put_items(self, conversation: Conversation, items: Sequence[Item], unsaid: Sequence[str] = ()) -> None:
         with _faults("write a conversation's items"):
             async with self._client.pipeline() as transaction:
                 for _ in range(RACES):
@@ -126,7 +127,9 @@ class ValkeyStore:
                             return
                         transaction.multi()
                         _put_conversation(transaction, conversation, existing=True)
-                        transaction.hset(_items(conversation.id), mapping={_bytes(item.id): encode(item) for item in items})
+                        _put_items(transaction, conversation, items)
+                        for response in unsaid:
+                            transaction.xtrim(_log(response), maxlen=0, approximate=False)
                         await transaction.execute()
                         return
                     except WatchError:  # changed meanwhile, or the connection was lost: look again
@@ -154,8 +157,7 @@ class ValkeyStore:
 
         transaction.multi()
         _put_conversation(transaction, conversation)
-        if items:
-            transaction.hset(_items(conversation.id), mapping={_bytes(item.id): encode(item) for item in items})
+        _put_items(transaction, conversation, items)
         transaction.sadd(_responses(conversation.id), _bytes(response.id))
         transaction.set(_response(response.id), encode(response))
         # The log starts with an entry of index 0, so that appending can ask for a log that exists: a deleted one stays deleted.
@@ -274,6 +276,11 @@ def _put_conversation(transaction: Any, conversation: Conversation, existing: bo
     transaction.set(_conversation(conversation.id), encode(conversation), xx=existing)
     if conversation.listed:
         transaction.zadd(_list(conversation.owner), {_bytes(conversation.id): conversation.updated_at}, xx=existing)
+
+
+def _put_items(transaction: Any, conversation: Conversation, items: Sequence[Item]) -> None:
+    if items:
+        transaction.hset(_items(conversation.id), mapping={_bytes(item.id): encode(item) for item in items})
 
 
 # Keys. An id in braces is a cluster's hash tag: what shares it shares a slot. Ids come from outside and may hold any character,

@@ -13,11 +13,11 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from app.api.channel import Channel
-from app.api.decoding import body_of, decode
+from app.api.decoding import body_of, decode, refuse_unless, within
 from app.api.errors import ApiError, realtime_error, refusal
 from app.api.models import Models
 from app.api.realtime.default import DefaultConversation
-from app.api.realtime.schema import Session, SessionFields, within
+from app.api.realtime.schema import Session, SessionFields
 from app.api.realtime.socket import SESSION_SECONDS, RealtimeSocket
 from app.conversations.service import Conversations
 from app.conversations.turn import new_id
@@ -82,6 +82,7 @@ class Realtime:
         asked = decode(await body_of(request) or b"{}", ClientSecretCreate)
         settings = asked.session or SessionFields()
         with within("session"):
+            refuse_unless((("conversation_id", settings.conversation_id is None, "null: ?conversation= names one where the key is used"),))
             shown = Session(new_id("sess"), self._models.served(settings.model), None, None, None, settings).shown()
         seconds = asked.expires_after.seconds if asked.expires_after else None
         key = self._keys.issue(owner_of(request.scope), _given(settings), seconds or KEY_SECONDS)

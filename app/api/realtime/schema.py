@@ -6,9 +6,7 @@ that is not there, so an update, and a response, changes what it names and nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -18,6 +16,7 @@ from app.api.constraints import Constraints, ToolField, constraints
 from app.api.decoding import MAX_MESSAGES, Metadata, SamplingFields, decode, refuse_unless, shown
 from app.api.errors import ApiError
 from app.api.items import InputItem
+from app.api.sizes import FORM_BYTES, bounded
 from app.conversations.turn import Said, Turn
 from app.store.records import Asked
 
@@ -55,7 +54,7 @@ class Settings(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | str | None = None  # or "inf"
-    tools: list[ToolField] | None = None
+    tools: Annotated[list[ToolField], bounded(FORM_BYTES)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     output_modalities: list[str] | None = None
@@ -118,7 +117,7 @@ class SessionFields(Settings, kw_only=True, forbid_unknown_fields=True):
 
 class ResponseFields(Settings, kw_only=True, forbid_unknown_fields=True):
     conversation: str | None = None
-    input: Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    input: Annotated[list[InputItem], bounded(None, max_length=MAX_MESSAGES)] | None = None
     metadata: Metadata | None = None
 
 
@@ -144,6 +143,9 @@ class Session:
         """Raises: ApiError, and then nothing has changed"""
         if fields.model not in (None, self.model, self.asked):
             raise ApiError(f"the model of a session cannot change: expected {self.model!r}, got {shown(fields.model)}", "model")
+        if fields.conversation_id not in (None, self.conversation):
+            expected = f"expected {self.conversation!r}, got {shown(fields.conversation_id)}"
+            raise ApiError(f"the conversation of a session cannot change: {expected}", "conversation_id")
         settings = changed(self.settings, fields)
         settings.form()
         self.settings = settings
@@ -172,6 +174,16 @@ class Session:
             "tracing": None,
             **sampling,
         }
+
+    def params(self, response: ResponseFields) -> dict[str, str]:
+        """Where the domain's and the engine's fields stand: in the response, or if it says nothing of them, in the session."""
+        settings = self.settings
+
+        def place(name: str) -> str:
+            return "session" if getattr(response, name) is None and getattr(settings, name) is not None else "response"
+
+        named = {name: f"{place(name)}.{name}" for name in Settings.__struct_fields__}
+        return {**named, "grammar": named["tools"], **dict.fromkeys(("input", "messages"), "response.input")}
 
     def turn(self, owner: str, response: ResponseFields, context: tuple[Said, ...] | None) -> Turn:
         """The turn that a response is; `context` in place of the conversation. Raises: ApiError"""
@@ -279,14 +291,3 @@ def read_event(frame: str | bytes) -> tuple[Event | ApiError, str | None]:
         return decode(frame, EVENTS[head.type]), event_id
     except ApiError as fault:
         return fault, event_id
-
-
-@contextmanager
-def within(field: str) -> Iterator[None]:
-    """Errors of what is read in `field` name its fields by their whole path."""
-    try:
-        yield
-    except ApiError as fault:
-        if fault.refusal.param is not None:
-            fault.refusal = replace(fault.refusal, param=f"{field}.{fault.refusal.param}")
-        raise

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from starlette.websockets import WebSocketDisconnect
 
 from app.api.channel import Channel
+from app.api.choices import renaming
+from app.api.decoding import within
 from app.api.errors import ApiError, realtime_error, refusal
 from app.api.realtime.default import DefaultConversation
 from app.api.realtime.events import told
@@ -33,7 +35,6 @@ from app.api.realtime.schema import (
     Session,
     SessionUpdate,
     read_event,
-    within,
 )
 from app.api.telling import Wire
 from app.conversations.run import Run
@@ -165,7 +166,8 @@ class RealtimeSocket:
             case ItemCreate():
                 if event.item.type == "function_call_output":
                     await self._reply_told()  # what it answers may still be on its way
-                return await conversation.create(event)
+                with renaming({"input": "item.call_id", "after": "previous_item_id"}):  # of an item, only what it answers is looked up
+                    return await conversation.create(event)
             case ItemRetrieve():
                 return await conversation.retrieve(event.item_id)
             case ItemDelete():
@@ -196,7 +198,8 @@ class RealtimeSocket:
         begun = not aside and await self._conversation.begin()
         self._submitting = True
         try:
-            run = await self._conversations.submit(turn)
+            with renaming(self._session.params(response)):
+                run = await self._conversations.submit(turn)
         except Exception:
             if begun:
                 await self._conversation.undo()

@@ -1,7 +1,7 @@
 """A run as the Responses protocol's events.
 
 A pure function of what the log holds: the same run gives the same events with the same sequence numbers to whoever asks, whenever, so a
-client that has events up to N can be given N + 1 onwards by any process.
+client that has events up to N can be given N + 1 onwards by any process. Of a reply that was cut since, or deleted, what is left is told.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
+from app.api.kept import entries, kept
 from app.api.telling import Teller
 from app.conversations.run import Run
 from app.store.records import Usage
@@ -35,10 +36,10 @@ async def _told(run: Run) -> AsyncIterator[Event]:
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
     teller, shows_logprobs = Teller(run.reply), run.response.request.shows_logprobs
-    spoken = run.response.request.generate
+    spoken = _spoken(run)
     for event in teller.begin() if spoken else ():
         yield event
-    async for _, entry in run.entries():
+    async for entry in entries(run):
         for event in teller.tell(entry.text, entry.logprobs if shows_logprobs else ()):
             yield event
     for event in teller.end(run.reply.status) if spoken else ():
@@ -92,16 +93,21 @@ def response_object(run: Run, output: list[Event] | None = None, *, begun: bool 
 
 def _output(run: Run) -> list[Event]:
     """The items of a reply that has ended."""
-    if not run.response.request.generate:
+    if not _spoken(run):
         return []
     teller = Teller(run.reply)
     if run.response.request.shows_logprobs:
-        for entry in run.logged:
+        for entry in kept(run):
             teller.tell(entry.text, entry.logprobs)
     else:
         teller.tell(run.reply.text)
     teller.end(run.reply.status)
     return teller.items
+
+
+def _spoken(run: Run) -> bool:
+    """There is a reply to tell of, be it an empty one."""
+    return run.response.request.generate and not run.reply.deleted
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

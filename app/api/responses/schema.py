@@ -14,6 +14,7 @@ from msgspec import Meta
 from app.api.constraints import Constraints, FormatField, ToolField, constraints
 from app.api.decoding import MAX_MESSAGES, MAX_TOP_LOGPROBS, Metadata, SamplingFields, decode, refuse_unless, tier_used
 from app.api.items import InputItem, said_of
+from app.api.sizes import FORM_BYTES, bounded
 from app.conversations.turn import Said, Turn
 from app.store.records import Asked
 
@@ -50,7 +51,7 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     type: str | None = None  # WebSocket
     stream_id: str | None = None  # WebSocket: the lane; checked before this is read
     model: str | None = None
-    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
+    input: str | Annotated[list[InputItem], bounded(None, max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationName | None = None
@@ -59,10 +60,10 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     store: bool | None = None
 
     generate: bool | None = None  # WebSocket; False: the prompt is read for the next turn, and nothing is said
-    tools: list[ToolField] | None = None
+    tools: Annotated[list[ToolField], bounded(FORM_BYTES)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
+    text: Annotated[TextOptions, bounded(FORM_BYTES)] | None = None
     truncation: str | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[str] | None = None

@@ -27,7 +27,7 @@ BAD_FRAMES = {
     "an unknown type": ({"type": "response.destroy"}, "invalid_value", "type"),
     "a bad lane": (create(stream_id="a b", input="hi"), "invalid_stream_id", "stream_id"),
     "a wrong type": (create(input=5), "invalid_value", "input"),
-    "an unknown field": (create(temprature=1), "invalid_value", None),
+    "an unknown field": (create(temprature=1), "invalid_value", "temprature"),
     "an unknown model": (create(model="gpt-9"), "model_not_found", "model"),
     "an unknown response": (create(previous_response_id="resp_x"), "previous_response_not_found", "previous_response_id"),
     "an unknown conversation": (create(conversation="conv_x"), "conversation_not_found", "conversation"),

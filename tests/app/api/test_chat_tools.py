@@ -172,3 +172,30 @@ def test_tools_and_a_form_at_once(client: OpenAI) -> None:
         made = client.chat.completions.create(model=MODEL, messages=ASK, tools=[TIME], response_format=form, seed=seed, max_tokens=200)
         message = made.choices[0].message
         assert message.tool_calls or json.loads(message.content or "") in ("sunny", "rainy")
+
+
+@pytest.mark.parametrize("limit", [12, 16, 20])
+def test_a_call_that_was_cut_is_history_like_any(client: OpenAI, limit: int) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
+    made = client.chat.completions.create(**asked, messages=ASK, tool_choice="required", max_tokens=limit)
+    choice = made.choices[0]
+    assert choice.finish_reason == "length" and made.usage
+    again: list[Any] = [*ASK, choice.message.model_dump(exclude_none=True), {"role": "user", "content": "Go on."}]
+    after = client.chat.completions.create(**asked, messages=again, max_tokens=4)
+    assert after.usage and after.usage.prompt_tokens_details
+    assert (after.usage.prompt_tokens_details.cached_tokens or 0) >= made.usage.total_tokens - 1, "found as it was run"
+    items: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    response = client.responses.create(
+        model=MODEL,
+        input=items,
+        temperature=0,
+        tool_choice="required",
+        max_output_tokens=limit,
+        tools=[{"type": "function", **WEATHER["function"]}],
+    )
+    told: Any = [item.to_dict() for item in response.output]
+    references: Any = [{"type": "item_reference", "id": item["id"]} for item in told]
+    for history in (told, references):
+        counted = client.responses.input_tokens.count(input=[*items, *history, {"role": "user", "content": "Go on."}])
+        assert counted.input_tokens > 0
+    assert client.conversations.create(items=[*items, *told]).id

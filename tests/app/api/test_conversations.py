@@ -176,3 +176,26 @@ def test_bad_items(client: OpenAI) -> None:
         with pytest.raises(BadRequestError):
             client.conversations.items.create(made.id, items=items)  # type: ignore[arg-type]
     assert kinds_of(client, made.id) == []
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_reply_that_was_deleted_is_told_to_nobody(client: OpenAI, asking: dict[str, Any], logprobs: bool) -> None:
+    made = client.conversations.create()
+    include: Any = ["message.output_text.logprobs"] if logprobs else []
+    reply = client.responses.create(conversation=made.id, input="What is the capital of France?", include=include, **asking)
+    assert reply.output_text
+    client.conversations.items.delete(reply.output[0].id or "", conversation_id=made.id)
+    assert client.responses.retrieve(reply.id).output == []
+    events = list(client.responses.retrieve(reply.id, stream=True))
+    assert [event.type for event in events] == ["response.created", "response.in_progress", f"response.{reply.status}"]
+
+
+def test_items_that_answer_no_call_are_named(client: OpenAI) -> None:
+    output: Any = {"type": "function_call_output", "call_id": "nowhere", "output": "1"}
+    made = client.conversations.create()
+    with pytest.raises(BadRequestError) as refused:
+        client.conversations.items.create(made.id, items=[output])
+    assert refused.value.param == "items"
+    with pytest.raises(BadRequestError) as refused:
+        client.conversations.create(items=[output])
+    assert refused.value.param == "items"

@@ -241,7 +241,9 @@ def test_models_and_health(http: httpx.Client) -> None:
     assert http.get("/healthz").json() == {"status": "ok"}
     assert http.get("/readyz").json() == {"status": "ready", "model": model["id"], "live": 0}
     assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
-    assert http.put("/v1/models").status_code == 405
+    refused = http.put("/v1/models")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+    assert http.put("/v1/responses/resp_x").headers["allow"] == "DELETE, GET, HEAD", "each has a route of its own"
 
 
 def test_the_page_and_its_files(http: httpx.Client) -> None:

@@ -38,6 +38,10 @@ def respond(**response: Any) -> Event:
     return {"type": "response.create", "response": response}
 
 
+USER: Event = {"type": "message", "role": "user", "content": "hi"}
+BAD_TOOL: Event = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
+ASIDE: Event = {"input": [USER], "conversation": "none"}
+
 BAD_EVENTS = {
     "not JSON": ("{", "invalid_json", None),
     "not an object": ("[1]", "invalid_value", None),
@@ -47,7 +51,7 @@ BAD_EVENTS = {
     "audio in": ({"type": "input_audio_buffer.append", "audio": "AAAA"}, "audio_not_supported", "type"),
     "audio's end": ({"type": "input_audio_buffer.commit"}, "audio_not_supported", "type"),
     "audio out": ({"type": "output_audio_buffer.clear"}, "audio_not_supported", "type"),
-    "an unknown field": (update(temprature=1), "invalid_value", "session"),
+    "an unknown field": (update(temprature=1), "invalid_value", "session.temprature"),
     "a field of the wrong type": (update(instructions=5), "invalid_value", "session.instructions"),
     "a reply in audio": (update(output_modalities=["text", "audio"]), "unsupported_value", "session.output_modalities"),
     "no modality": (update(output_modalities=[]), "unsupported_value", "session.output_modalities"),
@@ -71,13 +75,25 @@ BAD_EVENTS = {
     "the front's id": (create(id="root"), "invalid_value", "item.id"),
     "an unknown conversation": (respond(conversation="conv_x"), "invalid_value", "response.conversation"),
     "no input, instructions or conversation": (respond(input=[], conversation="none"), "invalid_value", None),
-    "nothing to reply to": ({"type": "response.create"}, "invalid_value", "input"),
+    "nothing to reply to": ({"type": "response.create"}, "invalid_value", "response.input"),
+    "another conversation": (update(conversation_id="conv_x"), "invalid_value", "session.conversation_id"),
+    "an output of no call": (create(type="function_call_output", call_id="x", output="1"), "invalid_value", "item.call_id"),
+    "too many tokens": (
+        respond(**ASIDE, max_output_tokens=1 << 40),
+        "invalid_value",
+        "response.max_output_tokens",
+    ),
     "a reply that is spoken": (respond(output_modalities=["audio"]), "unsupported_value", "response.output_modalities"),
     "too much metadata": (respond(metadata={str(at): "x" for at in range(17)}), "invalid_value", "response.metadata"),
     "a bad schema": (
         respond(input=[], tool_choice="required", tools=[{"type": "function", "name": "f", "parameters": {"type": "never"}}]),
         "invalid_value",
         None,
+    ),
+    "a bad schema of a tool that is to be called": (
+        respond(**ASIDE, tool_choice="required", tools=[BAD_TOOL]),
+        None,
+        "response.tools",
     ),
 }
 
@@ -92,12 +108,18 @@ def test_a_bad_event_is_refused_and_the_session_goes_on(wire: RealtimeWire, name
     refused = wire.receive()
     assert refused["type"] == "error"
     error = refused["error"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", code), error
+    assert (error["type"], error["code"]) == ("invalid_request_error", code or error["code"]), error
     if param:
-        assert error["param"] == param
+        assert error["param"] == param or error["param"].startswith(f"{param}.")
     assert error["event_id"] == ("mine" if isinstance(frame, dict) else None)
     assert any(word in error["message"] for word in ("expected", "supported", "unknown field", "cannot")), error["message"]
     assert wire.ask(update())["session"] == wire.session
+
+
+def test_what_the_session_said_is_named_as_the_sessions(wire: RealtimeWire) -> None:
+    assert wire.ask(update(tools=[BAD_TOOL], max_output_tokens=1 << 40))["type"] == "session.updated"
+    assert wire.ask(respond(**ASIDE, tool_choice="required", max_output_tokens=5))["error"]["param"].startswith("session.tools")
+    assert wire.ask(respond(**ASIDE, tool_choice="none"))["error"]["param"] == "session.max_output_tokens"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +187,8 @@ def test_keys_and_owners(new_server: Callable[..., Server]) -> None:
         ({"session": {"output_modalities": ["audio"]}}, "session.output_modalities"),
         ({"session": {"type": "transcription"}}, "session.type"),
         ({"session": {"model": "gpt-9"}}, "session.model"),
-        ({"sesion": {}}, None),
+        ({"sesion": {}}, "sesion"),
+        ({"session": {"conversation_id": "conv_x"}}, "session.conversation_id"),
     ],
 )
 def test_client_secrets_that_are_refused(server: Server, asked: Event, param: str | None) -> None:

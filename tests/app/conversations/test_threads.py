@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from app.conversations.errors import ConflictError, ConversationError, NotFoundError
 from app.conversations.service import Conversations
 from app.conversations.turn import Said
 from app.store.valkey import ValkeyStore
+from engine.batcher import Batcher
 from engine.tool_calls import call_text
 from tests.app.conversations.asking import text_of, turn
 
@@ -75,22 +77,57 @@ async def test_nothing_goes_between_a_question_and_the_reply_being_made(conversa
     assert await texts(conversations, thread.id) == ["hello you", run.reply.text, "next"]
 
 
-async def test_a_deleted_item_is_gone_from_the_chat_and_from_the_log(conversations: Conversations, valkey: ValkeyStore) -> None:
+async def everything(valkey: ValkeyStore) -> bytes:
+    """All that the log holds."""
+    client, found = valkey._client, []
+    async for key in client.scan_iter():
+        match await client.type(key):
+            case b"string":
+                found.append(await client.get(key))
+            case b"hash":
+                found += (await client.hgetall(key)).values()
+            case b"stream":
+                found += [value for _, fields in await client.xrange(key) for value in fields.values()]
+    return b"\n".join(found)
+
+
+async def test_a_deleted_item_is_gone_from_the_chat_and_from_the_log(
+    conversations: Conversations, valkey: ValkeyStore, batcher: Batcher
+) -> None:
     thread = await conversations.threads.create("ana", {})
     run = await conversations.submit(turn("secret word", conversation=thread.id))
     await run.done()
     question, reply = await conversations.threads.items("ana", thread.id)
+    tokens = msgspec.msgpack.encode(await batcher.encode("secret word"))[1:]
+    kept = await everything(valkey)
+    assert all(one in kept for one in (b"secret word", tokens, reply.text.encode()))
     await conversations.threads.change_item("ana", thread.id, question.id, None)
+    kept = await everything(valkey)
+    assert reply.text.encode() in kept
+    assert b"secret word" not in kept, "nor in the title"
+    assert tokens not in kept, "nor as what the reply was read after"
     await conversations.threads.change_item("ana", thread.id, reply.id, None)
+    kept = await everything(valkey)
+    assert reply.text.encode() not in kept
+    assert not any(entry.text.encode() in kept for entry in run.logged if len(entry.text) > 3)
     assert await texts(conversations, thread.id) == []
-    kept = (await valkey.items(thread.id)).values()
-    assert all(item.text == "" and item.ids is None and not item.lead_ids for item in kept)
     with pytest.raises(NotFoundError):
         await conversations.threads.change_item("ana", thread.id, reply.id, None)
     again = await conversations.submit(turn("hello you", conversation=thread.id))
     alone = await conversations.submit(turn("hello you"))
     assert await text_of(again) == await text_of(alone)
     assert again.response.usage.prompt_tokens == alone.response.usage.prompt_tokens
+
+
+async def test_what_a_reply_is_being_made_of_cannot_be_deleted_meanwhile(conversations: Conversations) -> None:
+    thread = await conversations.threads.create("ana", {}, [Said("user", "before")])
+    run = await conversations.submit(turn(conversation=thread.id, max_tokens=150))
+    before, question, _ = await conversations.threads.items("ana", thread.id)
+    for item in (before, question):
+        with pytest.raises(ConflictError):
+            await conversations.threads.change_item("ana", thread.id, item.id, None)
+    await run.done()
+    await conversations.threads.change_item("ana", thread.id, question.id, None)
 
 
 async def test_a_shortened_reply_is_what_the_next_turn_sees(conversations: Conversations) -> None:

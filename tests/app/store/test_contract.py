@@ -369,3 +369,29 @@ async def test_deleting_a_response_leaves_a_younger_one_its_message_id(store: St
     renamed = Response(**{name: getattr(response, name) for name in response.__struct_fields__} | {"client_message_id": "other"})
     await store.delete_response(renamed)
     assert await store.repeated("ana", "other") == younger
+
+
+async def test_a_conversation_begins_with_items_or_not_at_all(store: Store) -> None:
+    thread = conversation()
+    _, items = turn(thread)
+    thread.leaf = items[0].id
+    await store.create_conversation(thread, items)
+    assert await store.items(thread.id) == {items[0].id: items[0]}
+    broken = conversation()
+    with pytest.raises(StoreError):
+        await store.create_conversation(broken, [Item(id="msg_x", parent=None, role="user", text="\ud800", created_at=1.0, response="")])
+    assert await store.conversation(broken.id) is None
+
+
+async def test_what_is_no_longer_said_is_forgotten_with_its_entries(store: Store) -> None:
+    thread = conversation()
+    response, items = turn(thread)
+    other, more = turn(thread)
+    await store.accept(thread, response, items)
+    await store.accept(thread, other, more)
+    await store.append([(response.id, 1, Entry([3], "Hel")), (other.id, 1, Entry([4], "lo"))])
+    await store.put_items(thread, items, unsaid=[response.id])
+    assert await store.entries(response.id) == []
+    assert await store.entries(other.id) == [Entry([4], "lo")]
+    await store.append([(response.id, 2, Entry([5], "p"))])
+    assert await store.entries(response.id) == [Entry([5], "p")]
