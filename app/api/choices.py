@@ -38,18 +38,21 @@ class Choices:
         self.runs: dict[int, Run] = {}  # those that have begun, by index
 
     async def begin(self) -> None:
-        """Start the first choice of each prompt. Raises: ConversationError, StoreError, EngineError; then none is left running"""
+        """Start the first choice of each prompt.
+
+        Raises: ConversationError, StoreError, EngineError; then none is left running, but for a retry to find
+        """
         try:
             for index, turn in self._first.items():
                 self.runs[index] = await self._submit(turn)
         except BaseException:
-            self.cancel()
+            self._give_up()
             raise
 
     async def entries(self) -> AsyncGenerator[Told, None]:
         """What the choices gain, as it comes, and each one's end. Later choices are begun on the way.
 
-        Raises: as `begin`, if one of them cannot be; then all are cancelled
+        Raises: as `begin`, if one of them cannot be
         """
         if len(self.indices) == 1:
             async for gained in entries(self.runs[0]):
@@ -74,7 +77,7 @@ class Choices:
                         follow(index, gains)
                     yield index, entry
         except Exception:
-            self.cancel()
+            self._give_up()
             raise
         finally:
             for task in coming:
@@ -91,6 +94,13 @@ class Choices:
         self._cancelled = True
         for run in self.runs.values():
             run.cancel()
+
+    def _give_up(self) -> None:
+        """One cannot be begun: no other is, and those that nobody could come back for end. A retry finds the rest whole."""
+        if any(turn.stored for turn in self._first.values()):
+            self._later.clear()
+        else:
+            self.cancel()
 
     def prompt_run(self, index: int) -> Run:
         """The run that read a choice's prompt."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from app.conversations.errors import ConversationError, shown
 from app.store.records import Item
-from engine.tool_calls import CallBegun, CallEnded, parse
+from engine.tool_calls import CallBegun, parse
 
 
 def call_id(reply: Item, index: int) -> str:
@@ -22,20 +22,17 @@ def call_ids(reply: Item) -> list[str]:
     return [call_id(reply, piece.index) for piece in parse(reply.text) if isinstance(piece, CallBegun)] if reply.calls else []
 
 
-def _answerable(reply: Item) -> list[str]:
-    """The names of its whole calls."""
-    ended = (piece for piece in parse(reply.text) if isinstance(piece, CallEnded) and piece.whole) if reply.calls else ()
-    return [call_id(reply, piece.index) for piece in ended]
-
-
 def check_answers(path: Sequence[Item], new: Sequence[Item]) -> None:
-    """Each tool item among `new` answers a call that was made before it, and no two the same. Raises: ConversationError"""
+    """Each tool item among `new` answers a call that was made before it, and no two the same. Raises: ConversationError
+
+    One that was broken off can be answered too: clients then say what was wrong with it.
+    """
     if not any(item.role == "tool" for item in new):
         return
     open_calls: set[str] = set()
     for at, item in enumerate([*path, *new], -len(path)):
         if item.role == "assistant" and not item.deleted:
-            open_calls.update(_answerable(item))
+            open_calls.update(call_ids(item))
         elif item.role == "tool" and item.call_id is not None and not item.deleted:
             if item.call_id not in open_calls and at >= 0:
                 raise ConversationError(f"expected the call_id of a call that waits for its output, got {shown(item.call_id)}", "input")

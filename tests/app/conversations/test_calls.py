@@ -43,9 +43,11 @@ def test_no_call_is_no_call(fields: dict[str, bool]) -> None:
         check_answers([item("assistant", TWO, **fields)], [item("tool", call_id="call_1f_0")])
 
 
-def test_a_call_that_was_broken_off_cannot_be_answered() -> None:
+def test_a_call_that_was_broken_off_can_be_answered() -> None:
+    """Clients say that it could not be read."""
+    check_answers([item("assistant", TWO[:-15], calls=True)], [item("tool", call_id="call_1f_1")])
     with pytest.raises(ConversationError):
-        check_answers([item("assistant", TWO[:-20], calls=True)], [item("tool", call_id="call_1f_1")])
+        check_answers([item("assistant", TWO[:-15], calls=True)], [item("tool", call_id="call_1f_2")])
 
 
 def test_a_call_keeps_its_name_behind_one_that_was_broken_off() -> None:
@@ -53,5 +55,3 @@ def test_a_call_keeps_its_name_behind_one_that_was_broken_off() -> None:
     reply = item("assistant", broken, calls=True)
     assert call_ids(reply) == ["call_1f_0", "call_1f_1"]
     check_answers([reply], [item("tool", call_id="call_1f_1")])
-    with pytest.raises(ConversationError):
-        check_answers([reply], [item("tool", call_id="call_1f_0")])
