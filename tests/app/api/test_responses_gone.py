@@ -15,7 +15,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from app.api.models import Models
 from app.api.responses.socket import ResponsesSocket
 from app.conversations.run import Run
-from app.conversations.service import Conversations
+from app.conversations.service import Conversations, Shelf
+from app.conversations.turn import Turn
 from app.store.memory import MemoryStore
 from engine.batcher import Batcher
 from tests.engine.batching import options, until
@@ -69,12 +70,22 @@ class Gone(WebSocket):
             self.broken.set()
 
 
+class Watched(Conversations):
+    """Remembers its runs, however short they are."""
+
+    begun: list[Run]
+
+    async def submit(self, turn: Turn, scratch: Shelf | None = None) -> Run:
+        self.begun.append(await super().submit(turn, scratch))
+        return self.begun[-1]
+
+
 async def served(batcher: Batcher, socket: Gone, runs: int) -> list[Run]:
     """The runs of a connection, once the reader has seen its end too."""
-    conversations = Conversations(MemoryStore(), batcher, lambda owner: owner.encode())
+    conversations = Watched(MemoryStore(), batcher, lambda owner: owner.encode())
+    begun = conversations.begun = []
     serving = asyncio.create_task(ResponsesSocket(socket, "ana", conversations, Models(batcher)).serve())
-    await until(lambda: len(conversations._runs) == runs)
-    begun = list(conversations._runs.values())
+    await until(lambda: len(begun) == runs)
     await socket.broken.wait()
     await until(lambda: socket.takes < 0)
     socket.told.set()
