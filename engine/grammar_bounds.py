@@ -21,12 +21,14 @@ MOST_NESTED = 120  # objects and arrays in each other: the library reads no more
 MOST_LEVELS = 2000  # of nesting and references, one in the other; each takes the library up to 5 kB of stack
 MOST_RULES = 5000  # of a Lark grammar, for the same reason
 MOST_TOGETHER = 16  # expressions that a text has to match all at once: a lexer's step may take 2 to the power of these
+MOST_BESIDE = 8  # patterns with alternatives or references beside them, in the whole of a schema: these hold together in ways hard to count
 MOST_REMAINDERS = 100_000  # that numbers are told apart by: a lexer has a state for each, and no limit of its own
 MOST_OPTIONAL = 240  # properties of one object that may be left out: any may come next, so they are ways to go on, four each
 
 _NAMES_OF_PLACES = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_LEADING = {*_REFERENCES, "allOf", "patternProperties"}  # a schema without these is no graph, and a text has one pattern
+_JOINING = {*_REFERENCES, "allOf", "anyOf", "oneOf"}  # what they lead to holds together with what stands beside them
+_LEADING = {*_JOINING, "patternProperties"}  # a schema without these is no graph, and a text has one pattern
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^][{}]+")
 _ALIKE = bytes.maketrans(b"[]{}", b"()()")
@@ -74,16 +76,18 @@ def check_lark(source: str) -> None:
 
 
 def _check_schemas(sources: Sequence[str]) -> None:
-    divisors: list[Fraction] = []
+    divisors: list[list[Fraction]] = []  # of each value
     names: set[str] = set()
-    optional = 0
+    optional = beside = 0
 
     def seen(pairs: list[tuple[str, Any]]) -> int:
         """Of every object in the JSON, names that stand there twice included; what contains it sees how many it had."""
-        nonlocal optional
-        names.update(_LEADING.intersection(name for name, _ in pairs))
+        nonlocal optional, beside
+        own = {name for name, _ in pairs}
+        names.update(own & _LEADING)
+        beside += bool(own & {"pattern", "patternProperties"} and own & _JOINING)
         numbers = (value for name, value in pairs if name == "multipleOf" and type(value) in (int, float))
-        divisors.extend(Fraction(repr(value)) for value in numbers if 0 < value < math.inf)
+        divisors.append([Fraction(repr(value)) for value in numbers if 0 < value < math.inf])
         required = sum(len(value) for name, value in pairs if name == "required" and isinstance(value, list))
         optional = max([optional, *(value - required for name, value in pairs if name == "properties" and isinstance(value, int))])
         return len(pairs)
@@ -98,9 +102,15 @@ def _check_schemas(sources: Sequence[str]) -> None:
             raise ValueError(f"expected JSON: {fault}") from fault
         if isinstance(schema, dict) and names:
             _Schema(schema).check()
+    if beside > MOST_BESIDE:
+        raise ValueError(
+            f"{beside} of its objects have a pattern and, beside it, allOf, anyOf, oneOf or a reference, and {MOST_BESIDE} is the most"
+        )
     if optional > MOST_OPTIONAL:
         raise ValueError(f"one of its objects has {optional} properties that are not required, and {MOST_OPTIONAL} is the most")
-    if (remainders := _remainders(divisors)) > MOST_REMAINDERS:
+    if names & _JOINING:
+        divisors = [list(itertools.chain(*divisors))]  # they may be of one value
+    if (remainders := max(map(_remainders, divisors), default=0)) > MOST_REMAINDERS:
         message = f"its values of multipleOf have {remainders} as their least common multiple (in units of their last digit)"
         raise ValueError(f"{message}, and {MOST_REMAINDERS} is the most")
 
@@ -203,13 +213,22 @@ class _Schema:
                     while members[-1] != node:
                         members.append(knots.pop())
                     longest = max(levels[to] for member in members for to in (member, *self._edges[member]))
+                    knotted = self._together_in(members, together) if len(members) > 1 else 0
                     for member in members:
-                        together[member] = self._together(member, together)
+                        together[member] = max(knotted, self._together(member, together))
                         levels[member] = longest + len(members)
                 if not path:
                     return max(levels), max(together)
                 low[path[-1][0]] = min(low[path[-1][0]], low[node])
             to = next(path[-1][1], None)
+
+    def _together_in(self, knot: list[int], known: list[int]) -> int:
+        """As many as may match at once where schemas lead to each other: all there are, if any of them hold together."""
+        if not self._sums.intersection(knot):
+            return 0
+        outside = {to for at in knot for to in self._edges[at]}.difference(knot)
+        own = sum(isinstance(node, dict) and isinstance(node.get("pattern"), str) for node in (self._nodes[at] for at in knot))
+        return own + sum(known[to] for to in outside)
 
     def _together(self, at: int, known: list[int]) -> int:
         node, inner = self._nodes[at], self._edges[at]

@@ -14,7 +14,7 @@ DEEPEST = 128  # nested objects and arrays: more is refused, so that whoever rea
 
 
 _DECODER = json.JSONDecoder(parse_constant=lambda name: _refuse(name))
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_QUOTED = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^][{}]+")
 _ALIKE = str.maketrans("[]{}", "()()")
 

@@ -60,4 +60,9 @@ def refuse_unsupported(given: msgspec.Struct, *tables: Neutral) -> None:
 
 
 def _is_one_of(raw: msgspec.Raw, values: tuple[Any, ...]) -> bool:
-    return memoryview(raw).nbytes <= LONGEST and msgspec.json.decode(raw) in values
+    if memoryview(raw).nbytes > LONGEST:
+        return False
+    try:
+        return msgspec.json.decode(raw) in values
+    except (msgspec.MsgspecError, UnicodeError):  # a number too large, what is no UTF-8
+        return False

@@ -19,7 +19,9 @@ def call_id(reply: Item, index: int) -> str:
 
 def call_ids(reply: Item) -> list[str]:
     """The names of a reply's calls, in order, those that were broken off among them."""
-    return [call_id(reply, piece.index) for piece in parse(reply.text) if isinstance(piece, CallBegun)] if reply.calls else []
+    if reply.call_ids or not reply.calls:
+        return list(reply.call_ids)
+    return [call_id(reply, piece.index) for piece in parse(reply.text) if isinstance(piece, CallBegun)]
 
 
 def check_answers(path: Sequence[Item], new: Sequence[Item]) -> None:

@@ -30,7 +30,7 @@ def led_by(item: Item, items: Mapping[str, Item]) -> list[Item]:
     found = []
     for reply in items.values():
         at = reply.parent if reply.lead_ids else None
-        while at is not None and at in items and at != item.id and items[at].ids is None:
+        while at is not None and at in items and at != item.id and (items[at].ids is None or items[at].fingerprint != reply.fingerprint):
             at = items[at].parent
         if at == item.id:
             found.append(reply)

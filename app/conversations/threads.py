@@ -62,8 +62,10 @@ class Threads:
             return items
 
     async def change_item(self, owner: str, id: str, item_id: str, text: str | None) -> Item:
-        """Cut an item's text down to `text`, a beginning of it; None: delete it. What is cut is gone from the log: also the tokens of
-        replies that were read after it, and the title. Raises: ConversationError, StoreError
+        """Cut an item's text down to `text`, a beginning of it; None: delete it. Raises: ConversationError, StoreError
+
+        What is cut is gone from the log: also from the tokens that later replies were read after, and from the title. What the cache
+        and `segments.py` know of it is pushed out by what comes after.
         """
         async with self.alone_with(owner, id):
             conversation = await self.conversation(owner, id)

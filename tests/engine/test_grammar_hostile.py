@@ -81,6 +81,58 @@ def test_patterns_that_must_match_at_once_are_few() -> None:
     grammar_bounds.check_schema(json.dumps({"allOf": [{"properties": properties}], "anyOf": patterns}))
 
 
+def beside(depth: int, form: str) -> dict[str, object]:
+    """Each pattern has the next beside it."""
+    schema: dict[str, object] = {"pattern": "a.*b"}
+    for number in range(depth):
+        schema = {"pattern": f"x{number}.*y", form: [schema]}
+    return schema
+
+
+def knotted(links: int, form: str) -> dict[str, object]:
+    """Each refers to the next, which must hold beside a pattern, and to the one before."""
+    schemas: dict[str, object] = {f"d{links}": {"type": "string", "pattern": "z"}}
+    for number in reversed(range(links)):
+        pattern, after = {"pattern": f"a{number}.*b"}, {"$ref": f"#/$defs/d{number + 1}"}
+        both = {**pattern, **after} if form == "$ref" else {"allOf": [pattern, after]}
+        schemas[f"d{number}"] = {**both, "properties": {f"x{number}": {"$ref": f"#/$defs/d{max(0, number - 1)}"}}}
+    return {"$defs": schemas, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [beside(20, "anyOf"), beside(20, "oneOf"), beside(20, "allOf"), knotted(40, "$ref"), knotted(40, "allOf")],
+    ids=["anyOf", "oneOf", "allOf", "knotted references", "knotted allOf"],
+)
+def test_patterns_beside_each_other_are_few(schema: dict[str, object]) -> None:
+    """Each more may double what a step takes; with some more than these the process would run out of memory."""
+    with pytest.raises(ValueError, match=r"pattern"):
+        grammar_bounds.check_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"price": {"multipleOf": 0.01}, "seconds": {"multipleOf": 3600}}},
+        {"properties": {f"p{number}": {"anyOf": [{"pattern": "^a$"}, {"type": "null"}]} for number in range(40)}},
+        {
+            "$defs": {
+                "node": {
+                    "properties": {
+                        "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                        **{f"s{number}": {"type": "string", "pattern": "^[a-z]+$"} for number in range(30)},
+                    }
+                }
+            },
+            "$ref": "#/$defs/node",
+        },
+    ],
+    ids=["numbers of two values", "nullable patterns", "a list of patterns"],
+)
+def test_what_people_write_is_within_the_bounds(compiler: Grammars, schema: dict[str, object]) -> None:
+    compiler.compiled(Grammar("json_schema", json.dumps({"type": "object", **schema})))
+
+
 def test_grammars_are_compiled_on_a_deep_stack(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     start = threading.Thread.start

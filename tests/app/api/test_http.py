@@ -123,6 +123,7 @@ def test_chat_by_the_official_sdk(server: Server) -> None:
         ({"functions": [{"name": "f"}]}, 400, "functions"),
         ({"reasoning_effort": "high"}, 400, "reasoning_effort"),
         ({"guided_regex": "a*"}, 400, "guided_regex"),
+        ({"min_tokens": 10**400}, 400, "min_tokens"),
         ({"structured_outputs": {"regex": "a*"}}, 400, "structured_outputs"),
         ({"continue_final_message": True}, 400, "continue_final_message"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, 400, "messages.0.tool_calls.0"),

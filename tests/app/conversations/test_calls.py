@@ -20,6 +20,13 @@ def test_a_call_has_its_client_s_name_or_one_of_its_reply() -> None:
     assert [call_id(item("assistant", TWO, calls=True, call_ids=["x"]), index) for index in range(2)] == ["x", "call_1f_1"]
 
 
+def test_calls_that_a_client_named_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be a megabyte each, and this is done on the event loop."""
+    monkeypatch.setattr("app.conversations.calls.parse", lambda text: pytest.fail("it was read"))
+    made = item("assistant", TWO, calls=True, call_ids=["x", "y"])
+    check_answers([], [made, item("tool", call_id="y"), item("tool", call_id="x")])
+
+
 def test_each_call_is_answered_once_and_after_it_was_made() -> None:
     made = item("assistant", TWO, calls=True)
     first, second = item("tool", call_id="call_1f_0"), item("tool", call_id="call_1f_1")
