@@ -1,8 +1,9 @@
 """What readers notice when somebody else brings a long prompt: the gaps between tokens of 8 streams, quiet and beside its prefill.
 
 Owns the measuring and its limit. Asks a real server over WebSockets, as clients see it: as it comes, and with the tightest `--max-step-ms`
-of use here, to which the limit applies. With --full-pool, other prompts have filled the KV pool before, so that the long one pushes out
-what they left: to the tier, if there is one, within the time of the same steps.
+of use here, to which the limit applies. Quiet is before the prompt and after it: the streams go on while it is read, and the longer they
+are, the more KV their own steps read. With --full-pool, other prompts have filled the KV pool before, so that the long one pushes out what
+they left: to the tier, if there is one, within the time of the same steps.
 
     python -m benchmarks.gaps [--full-pool] [flags of hocket serve]
 """
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.clients import ResponsesClient
@@ -22,7 +24,8 @@ from benchmarks.load import Load, Turn, percentile
 from tests.serving import Server
 
 STREAMS, PROMPT, REPLY = 8, 4000, 2000
-QUIET = 150  # tokens of each stream before the long prompt comes
+QUIET = 150  # tokens of each stream before the long prompt comes, and after it
+SETTLED = 0.2  # seconds until the gap is over that the last of the prompt makes
 ROUNDS = 3
 FILLS = 8  # prompts of as many tokens, with --full-pool: as many as the pool holds by default
 FULL_POOL = "--full-pool"
@@ -31,9 +34,22 @@ TIGHT = 2.0  # times the quiet median
 LIMIT = 4.0  # times the quiet median, at the 99th percentile
 
 
-async def measure(server: Server, number: int, fills: int = 0) -> tuple[list[float], list[float], Turn]:
-    """Gaps of all streams before the long prompt and while it is read, in seconds, and the turn that brought it. fills: how many other long
-    prompts come before it, when the streams run already, so that the server was never idle since."""
+@dataclass(slots=True, frozen=True)
+class Gaps:
+    """Seconds between two tokens of a stream, of all streams."""
+
+    before: list[float]  # the long prompt came
+    beside: list[float]  # it, while it was read
+    after: list[float]
+
+    @property
+    def quiet(self) -> float:
+        return statistics.median([*self.before, *self.after])
+
+
+async def measure(server: Server, number: int, fills: int = 0) -> tuple[Gaps, Turn]:
+    """The gaps around a long prompt, and the turn that brought it. fills: how many other long prompts come before it, when the streams run
+    already, so that the server was never idle since."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [ResponsesClient(server.url, server.model) for _ in range(STREAMS + 1 + fills)]
         for client in clients:
@@ -46,23 +62,30 @@ async def measure(server: Server, number: int, fills: int = 0) -> tuple[list[flo
         ]
         for fill, client in enumerate(clients[STREAMS + 1 :]):
             await client.ask(Load(1, prompt_tokens=PROMPT, seed=f"gaps/{number}/{fill}").question(STREAMS, 0), 1, Turn(0, 0.0))
-        before = max(len(turn.arrivals) for turn in turns) if fills else 0
-        for _ in range(PATIENCE):
-            if all(len(turn.arrivals) >= before + QUIET for turn in turns):
-                break
-            await asyncio.sleep(0.05)
+        first = max(len(turn.arrivals) for turn in turns) if fills else 0
+        await _quiet(turns, first)
         long = Turn(0, time.perf_counter())
         await clients[STREAMS].ask(Load(1, prompt_tokens=PROMPT, seed=f"gaps/{number}").question(STREAMS, 0), 1, long)
         ended = time.perf_counter()
-        await asyncio.sleep(0.2)  # until the gap is over that the last of it makes
+        await _quiet(turns, max(len(turn.arrivals) for turn in turns))
         for client in clients[:STREAMS]:
             await client.stop()
         await asyncio.gather(*streams)
-    began = max(turn.arrivals[before + 10] for turn in turns)
+    began = max(turn.arrivals[first + 10] for turn in turns)
     pairs = [(earlier, later) for turn in turns for earlier, later in zip(turn.arrivals, turn.arrivals[1:], strict=False)]
-    quiet = [later - earlier for earlier, later in pairs if began <= earlier and later <= long.began]
+    last = min(turn.arrivals[-1] for turn in turns)
+    before = [later - earlier for earlier, later in pairs if began <= earlier and later <= long.began]
     beside = [later - earlier for earlier, later in pairs if later >= long.began and earlier <= ended]
-    return quiet, beside, long
+    after = [later - earlier for earlier, later in pairs if ended + SETTLED <= earlier and later <= last]
+    return Gaps(before, beside, after), long
+
+
+async def _quiet(turns: list[Turn], first: int) -> None:
+    """Until every stream has so many tokens beyond its first ones."""
+    for _ in range(PATIENCE):
+        if all(len(turn.arrivals) >= first + QUIET for turn in turns):
+            return
+        await asyncio.sleep(0.05)
 
 
 def told(flags: list[str]) -> tuple[float, list[float]]:
@@ -76,13 +99,12 @@ def told(flags: list[str]) -> tuple[float, list[float]]:
             asyncio.run(measure(server, -1))  # warm
             for number in range(ROUNDS):
                 server.wait_until_idle()
-                quiet, beside, long = asyncio.run(measure(server, number, fills))
-                medians.append(1e3 * statistics.median(quiet))
-                ratios.append(1e3 * percentile(beside, 99) / medians[-1])
+                gaps, long = asyncio.run(measure(server, number, fills))
+                medians.append(1e3 * gaps.quiet)
+                ratios.append(percentile(gaps.beside, 99) / gaps.quiet)
                 print(
-                    f"  {STREAMS} streams: gaps {medians[-1]:.1f} ms, p99 {percentile(quiet, 99) * 1e3:.1f}; beside a prompt of "
-                    f"{long.prompt_tokens} tokens, read in {long.ttft:.1f} s: {statistics.median(beside) * 1e3:.1f} ms, "
-                    f"p99 {percentile(beside, 99) * 1e3:.1f}",
+                    f"  {STREAMS} streams: gaps {_ms(gaps.before)}; beside a prompt of {long.prompt_tokens} tokens, read in "
+                    f"{long.ttft:.1f} s: {_ms(gaps.beside)}; after it {_ms(gaps.after)}",
                     flush=True,
                 )
         finally:
@@ -99,6 +121,10 @@ def main(flags: list[str]) -> None:
     _, ratios = told([*flags, "--max-step-ms", most])
     over = ": over the limit" if statistics.median(ratios) > LIMIT else ""
     print(f"p99 of the gaps beside it, against the quiet median: {_spread(ratios)} (limit {LIMIT:.0f}x{over})")
+
+
+def _ms(gaps: list[float]) -> str:
+    return f"{statistics.median(gaps) * 1e3:.1f} ms, p99 {percentile(gaps, 99) * 1e3:.1f}"
 
 
 def _spread(ratios: list[float]) -> str:

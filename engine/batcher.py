@@ -274,7 +274,7 @@ class Batcher:
     def _take(self, engine: Engine) -> tuple[list[core.Sequence], list[core.Sequence]]:
         """The arrivals and aborts since the last time. An idle engine tidies up, then sleeps until there are some, and waits for others to
         come along with the first arrival."""
-        nothing_to_do = engine.idle and not self._called and not engine.rest()
+        nothing_to_do = engine.idle and not self._called and not (engine.prepare() or engine.rest())
         with self._wake:
             if nothing_to_do and not self._called:
                 self._wake.wait(BEAT_SECONDS)

@@ -32,7 +32,7 @@ class BlockPool:
         self.cache = cache or PrefixCache(block_size)
         self.tier = tier
         self._references = [0] * blocks
-        self._free = deque(range(blocks))
+        self._free = deque(range(blocks))  # those last freed first: there is memory behind them
         self._nodes: dict[int, CacheNode] = {}  # by block: what the cache knows it holds
         # In an ordinary dict, finding the first takes as long as there were others before it since it last grew.
         self._idle: OrderedDict[int, None] = OrderedDict()  # known and unreferenced, the least recently used first
@@ -53,6 +53,10 @@ class BlockPool:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def upcoming(self, count: int) -> list[int]:
+        """The free blocks that are handed out next."""
+        return list(islice(self._free, count))
 
     def take_moves(self) -> list[Move]:
         """What is to be moved now, in this order."""
@@ -128,7 +132,7 @@ class BlockPool:
                 continue
             self._left.pop(block, None)
             if node is None:
-                self._free.append(block)
+                self._free.appendleft(block)
                 continue
             self._idle[block] = None
             if node.slot < 0:
@@ -224,7 +228,7 @@ class BlockPool:
         del self._idle[block], self._nodes[block]
         self._unsaved.pop(block, None)
         node.block = -1
-        self._free.append(block)
+        self._free.appendleft(block)
         if node.slot < 0:
             self.forget(node)
 
@@ -259,7 +263,7 @@ class BlockPool:
             self._left.pop(node.block, None)
             if node.block in self._idle:
                 del self._idle[node.block]
-                self._free.append(node.block)
+                self._free.appendleft(node.block)
             node.block = -1
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:

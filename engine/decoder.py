@@ -39,6 +39,10 @@ class Decoder(Protocol):
         """Give one KV block what another holds."""
         ...
 
+    def touch_block(self, block: int) -> None:
+        """Have memory for a KV block, which keeps what it holds. The first to write to memory waits for the system to find it."""
+        ...
+
     def save_block(self, block: int, into: Bytes) -> None:
         """Write a KV block's `block_bytes` bytes out."""
         ...

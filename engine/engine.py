@@ -42,6 +42,7 @@ Deltas = list[tuple[int, Delta]]  # (sequence id, what it gained)
 STEPS_KEPT = 1024
 # What users may begin with: letters, digits, blanks and line feeds merge with what is before them, each in its own way.
 OPENINGS = ("a", "B", "0", "", " ", " a", "\t", "\n", "\n\n", "\n\n\na", "\r\n", ".", "'s", ":", "-", "#", "<", "é", "日本", "か", "🙂")
+TOUCHED_AHEAD = 32  # blocks: a question and its reply, mostly
 WRITTEN_AT_ONCE = 8  # blocks: a few milliseconds, for which an arrival may wait
 CLOSE_SECONDS = 5.0
 NO_NUMBERS = "the engine failed in a step: the model gave numbers that are none"
@@ -141,6 +142,10 @@ class Engine:
         cost = self.scheduler.cost
         if cost and plan.tokens > len(plan.chunks) and not any(chunk.scored for chunk in plan.chunks):
             self.scheduler.drift.observe(cost.of_step(plan.chunks) + cost.of_moves(plan.moves), milliseconds)
+
+    def prepare(self) -> bool:
+        """While there is nothing to run: have memory for one of the blocks that come next. Returns whether there was one without."""
+        return self.runner.touch(self.scheduler.pool.upcoming(TOUCHED_AHEAD))
 
     def rest(self) -> bool:
         """While there is nothing to run: let the tier have some of what only the pool holds. Returns whether there is more of it."""

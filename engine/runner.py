@@ -26,6 +26,7 @@ class Runner:
         self.store = store
         self.guides = guides
         self._between = np.empty(decoder.block_bytes if store else 0, np.uint8)
+        self._touched: set[int] = set()  # blocks
 
     def move(self, moves: Iterable[Move]) -> list[Move]:
         """Make moves in their order. Returns those that failed, and the copies of what they should have brought."""
@@ -55,6 +56,14 @@ class Runner:
             if not done:
                 failed.append(move)
         return failed
+
+    def touch(self, blocks: Iterable[int]) -> bool:
+        """Have memory for the first of some blocks that it was not had for before. Returns whether there was one."""
+        if (block := next((block for block in blocks if block not in self._touched), None)) is None:
+            return False
+        self.decoder.touch_block(block)
+        self._touched.add(block)
+        return True
 
     def run(self, plan: StepPlan) -> StepResult:
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]

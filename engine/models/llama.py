@@ -119,6 +119,9 @@ class ReferenceDecoder:
     def copy_block(self, source: int, target: int) -> None:
         self.cache[:, :, target] = self.cache[:, :, source]
 
+    def touch_block(self, block: int) -> None:
+        self.cache[:, :, block] = self.cache[:, :, block].clone()
+
     def save_block(self, block: int, into: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         into[:] = self.cache[:, :, block].contiguous().view(-1).numpy().view(np.uint8)
 

@@ -6,6 +6,7 @@ Owns the order of a forward pass, the buffers between stages and the KV cache. K
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -134,6 +135,10 @@ class CpuLlama:
 
     def copy_block(self, source: int, target: int) -> None:
         self._block(target)[:] = self._block(source)
+
+    def touch_block(self, block: int) -> None:
+        pages = self._block(block)[:: mmap.PAGESIZE]
+        pages |= 0
 
     def save_block(self, block: int, into: Array) -> None:
         into[:] = self._block(block)

@@ -64,6 +64,16 @@ def test_every_block_is_free_idle_or_owned() -> None:
     assert (pool.owned, pool.available) == (0, 5)
 
 
+def test_what_was_freed_last_is_handed_out_first() -> None:
+    pool = pool_of(5)
+    used = [pool.allocate() for _ in range(2)]
+    pool.release(used)
+    upcoming = pool.upcoming(9)
+    assert set(upcoming[:2]) == set(used)
+    assert [pool.allocate() for _ in range(5)] == upcoming
+    assert pool.upcoming(9) == []
+
+
 def test_the_tail_is_given_up_before_the_head() -> None:
     pool = pool_of(3)
     end(pool, ran(pool, LONG))

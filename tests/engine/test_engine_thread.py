@@ -12,7 +12,7 @@ import pytest
 from engine import core
 from engine.batcher import Batcher
 from engine.core import FinishReason
-from engine.engine import Deltas
+from engine.engine import TOUCHED_AHEAD, Deltas
 from tests.engine.batching import batcher, collect, greedy, options, until
 
 __all__ = ["batcher"]
@@ -154,6 +154,15 @@ async def test_an_idle_engine_tidies_up_while_there_is_something_to(batcher: Bat
     await collect(batcher.session(b"a").generate([3], greedy()))
     assert await asyncio.to_thread(done.wait, 30), "it slept with work left"
     assert next(left, None) is None
+
+
+async def test_an_idle_engine_has_memory_for_what_comes_next(batcher: Batcher) -> None:
+    assert batcher._engine
+    engine = batcher._engine
+    await collect(batcher.session(b"a").generate([3], greedy()))
+    coming = engine.scheduler.pool.upcoming(TOUCHED_AHEAD)
+    assert coming
+    await until(lambda: engine.runner._touched >= set(coming))
 
 
 async def test_what_arrives_goes_before_tidying_up(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:

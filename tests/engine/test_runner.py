@@ -25,6 +25,10 @@ class Bytes:
     def __init__(self, content: dict[int, Content], size: int) -> None:
         self.content = content
         self.block_bytes = 8 * size
+        self.touched: list[int] = []
+
+    def touch_block(self, block: int) -> None:
+        self.touched.append(block)
 
     def copy_block(self, source: int, target: int) -> None:
         self.content[target] = list(self.content[source])
@@ -34,6 +38,16 @@ class Bytes:
 
     def load_block(self, block: int, data: np.ndarray) -> None:
         self.content[block] = data.copy().view(np.int64).tolist()
+
+
+def test_memory_is_had_for_each_block_once() -> None:
+    decoder = Bytes({}, 1)
+    runner = Runner(decoder, 1)  # type: ignore[arg-type]
+    assert runner.touch([3, 1])
+    assert runner.touch([3, 1])
+    assert not runner.touch([3, 1])
+    assert not runner.touch([])
+    assert decoder.touched == [3, 1]
 
 
 def test_moves_are_made_in_order() -> None:

@@ -1,7 +1,8 @@
-"""Attention's blocks: the large ones are dealt out first, and no bit hangs on their order."""
+"""Attention's blocks: the large ones are dealt out first, and no bit hangs on their order. And KV blocks as memory."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.kernels.batch import Batch
+from engine.kernels.cpu import kv
 from engine.kernels.cpu.strips import SPAN
 from engine.models.llama_cpu import CpuLlama
 from engine.weights.packed import PackedModel
@@ -103,3 +105,19 @@ def test_no_bit_hangs_on_the_order_of_blocks(new_decoder: Callable[[int], CpuLla
     with mock.patch.object(decoder, "_blocks", shuffled):
         for _ in range(5):
             np.testing.assert_array_equal(decoder.forward(step), wanted)
+
+
+def test_a_block_that_was_touched_has_memory_and_keeps_what_it_holds(new_decoder: Callable[[int], CpuLlama]) -> None:
+    decoder = new_decoder(1)
+    decoder.copy_block(0, 1)  # what copying itself needs is there
+    known = np.arange(decoder.block_bytes, dtype=np.uint8)
+    decoder.load_block(0, known)
+    last = len(decoder._cache) * kv.PAGE // decoder.block_size - 1
+    for block in (0, last):
+        decoder.touch_block(block)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    decoder.copy_block(0, last)
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt == before
+    for block in (0, last):
+        decoder.touch_block(block)
+        assert np.array_equal(decoder._block(block), known)
