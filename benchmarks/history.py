@@ -9,6 +9,7 @@ new tokens alone cost, runs the same rows at the same context on Hocket's own en
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
@@ -75,41 +76,44 @@ class Conversation:
 
 
 def main(flags: list[str]) -> None:
-    options = engine_options(load(flags, "python -m benchmarks.history"))
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder) / "data", *flags).start()
-        try:
-            lasts, seconds = asyncio.run(_conversations(server))
-        finally:
-            server.stop()
-    later = [last.ttft / second.ttft for (last, _), second in zip(lasts, seconds, strict=True)]
-    print(Told(f"TTFT of turn {TURNS}, {lasts[0][0].prompt_tokens} tokens of prompt, against turn 2", later, TURN_LIMIT), flush=True)
-    engine = Engine.load(options, quiet)
-    inside, outside = [], []
-    for number, (turn, known) in enumerate(lasts):
-        chunk, whole = _chunk(engine, number, known, turn.prompt_tokens - known)
-        inside.append(whole / chunk)
-        outside.append(turn.ttft / chunk)
-    rows = lasts[0][0].prompt_tokens - lasts[0][1]
-    print(Told(f"  in the engine, against one step of its {rows} new tokens at that context", inside, CHUNK_LIMIT))
-    print(Told("  as the client sees it, against the same", outside, CHUNK_LIMIT), flush=True)
-    engine.close()
-    for told in _reopened(flags):
+    for told in (*_turns(flags), *_reopened(flags)):
         print(told, flush=True)
 
 
-async def _conversations(server: Server) -> tuple[list[tuple[Turn, int]], list[Turn]]:
-    """The last turn of each, with how many tokens had been run before it; and the second turn of each."""
-    lasts, seconds = [], []
-    for number in range(ROUNDS):
-        conversation = Conversation(server, f"history/{number}")
-        turns = [await conversation.ask(QUESTION, REPLY) for _ in range(TURNS - 1)]
-        turns.append(await conversation.ask(QUESTION, 4))
-        known = turns[-2].prompt_tokens + turns[-2].tokens - 1  # the last token of a reply that was cut is never run
-        assert turns[-1].cached_tokens == known, f"{turns[-1].cached_tokens} tokens came from the cache, of {known} that were run"
-        lasts.append((turns[-1], known))
-        seconds.append(turns[1])
-    return lasts, seconds
+def _turns(flags: list[str]) -> list[Told]:
+    """A late turn, against an early one of its conversation, and against one step of its new tokens: run right after it, since a machine is
+    not as quick at all times."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the engine thread does: these threads and the server's take turns
+    later, inside, outside = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine.load(engine_options(load(flags, "python -m benchmarks.history")), quiet)
+        server = Server(Path(folder) / "data", *flags).start()
+        try:
+            for number in range(ROUNDS):
+                second, last, known = asyncio.run(_conversation(server, number))
+                prompt, rows = last.prompt_tokens, last.prompt_tokens - known
+                chunk, whole = _chunk(engine, number, known, rows)
+                later.append(last.ttft / second.ttft)
+                inside.append(whole / chunk)
+                outside.append(last.ttft / chunk)
+        finally:
+            server.stop()
+            engine.close()
+    return [
+        Told(f"TTFT of turn {TURNS}, {prompt} tokens of prompt, against turn 2", later, TURN_LIMIT),
+        Told(f"  in the engine, against one step of its {rows} new tokens at that context", inside, CHUNK_LIMIT),
+        Told("  as the client sees it, against the same", outside, CHUNK_LIMIT),
+    ]
+
+
+async def _conversation(server: Server, number: int) -> tuple[Turn, Turn, int]:
+    """Its second turn, its last one, and how many tokens had been run before that."""
+    conversation = Conversation(server, f"history/{number}")
+    turns = [await conversation.ask(QUESTION, REPLY) for _ in range(TURNS - 1)]
+    last = await conversation.ask(QUESTION, 4)
+    known = turns[-1].prompt_tokens + turns[-1].tokens - 1  # the last token of a reply that was cut is never run
+    assert last.cached_tokens == known, f"{last.cached_tokens} tokens came from the cache, of {known} that were run"
+    return turns[1], last, known
 
 
 def _chunk(engine: Engine, number: int, context: int, rows: int) -> tuple[float, float]:
