@@ -22,6 +22,8 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."  # followed by the key: the one pla
 EPHEMERAL_PATH = "/v1/realtime"  # the one WebSocket that ephemeral keys open
 
 _KEY = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", re.ASCII)  # what may stand in a WebSocket subprotocol (RFC 9110, token)
+LEAST_CHARACTERS = 16  # of a key that is given by itself: what is shorter is more likely the name of a file, mistyped
+_EXTENSION = re.compile(r"\.[A-Za-z]{1,8}\Z")
 _KEY_IS = "letters, digits and !#$%&'*+.^_`|~- only (`openssl rand -hex 32` makes one)"
 
 
@@ -79,8 +81,8 @@ class KeyFileError(ValueError):
 def gather_keys(sources: Iterable[str]) -> dict[str, str]:
     """Key -> owner from sources that are each a key, or a file of keys (see `read_keys`).
 
-    A source with a path separator, or the name of a file that exists, is a file; anything else is a key. Such a key's owner is named by
-    its digest, so that it stays the same whatever keys there are beside it.
+    A source with a path separator, or the name of a file that exists, is a file; anything else is a key, if it is long enough to be one and
+    has no file's extension. Such a key's owner is named by its digest, so that it stays the same whatever keys there are beside it.
 
     Raises: KeyFileError.
     """
@@ -91,6 +93,11 @@ def gather_keys(sources: Iterable[str]) -> dict[str, str]:
             found = [(key, owner, f"{source}, line {line}") for key, owner, line in _read(Path(source).expanduser())]
         elif _KEY.fullmatch(source) is None:
             raise KeyFileError(f"key {number}: expected the path of a file, or a key of {_KEY_IS}")
+        elif len(source) < LEAST_CHARACTERS or _EXTENSION.search(source):
+            raise KeyFileError(
+                f"key {number}: expected a file that exists (`key owner` on each line), or a key of at least {LEAST_CHARACTERS} characters "
+                "that does not end like a file's name: got neither"
+            )
         else:
             found = [(source, f"key-{_digest(source).hex()[:12]}", f"key {number}")]
         for key, owner, where in found:

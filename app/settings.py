@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     store: Literal["embedded", "memory"] = Field("embedded", description="where conversations are kept; memory: until the server ends")
     redis_url: str | None = Field(None, repr=False, description="Redis or Valkey server to use in place of the embedded one")
     api_key: Annotated[list[str], NoDecode] = Field(
-        [], repr=False, description="API keys that are let in: each a key, or a file with `key owner` on each line (a path, or there)"
+        [], repr=False, description="API keys that are let in: each a key (16 characters or more), or a file with `key owner` on each line"
     )
     no_auth: bool = Field(False, description="listen on other addresses than loopback without any API key")
     tls_cert: Path | None = Field(None, description="file with the certificate, and its chain, to serve https and wss with (PEM)")

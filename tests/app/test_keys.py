@@ -41,8 +41,9 @@ def test_a_key_and_a_file_of_keys_are_told_apart(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys").write_text("abc-1 ana\n")
     assert gather_keys(["keys"]) == gather_keys(["./keys"]) == gather_keys([str(tmp_path / "keys")]) == {"abc-1": "ana"}
-    digest = hashlib.sha256(b"keyz").hexdigest()
-    assert gather_keys(["keyz", "keys"]) == {"keyz": f"key-{digest[:12]}", "abc-1": "ana"}, "the owner says nothing of the key"
+    key = "0123456789.abc-9"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    assert gather_keys([key, "keys"]) == {key: f"key-{digest[:12]}", "abc-1": "ana"}, "the owner says nothing of the key"
     long = "x" * 5000
     assert list(gather_keys([long])) == [long], "longer than a file's name can be"
     for missing in ("./keyz", "sub/keys", "~/no-such-file-of-keys"):
@@ -54,14 +55,25 @@ def test_a_key_and_a_file_of_keys_are_told_apart(tmp_path: Path, monkeypatch: py
         gather_keys([str(tmp_path)])
 
 
+@pytest.mark.parametrize("mistyped", ["keyz", "keys.txt", "keys-of-production.conf", "k" * 15])
+def test_the_name_of_a_file_that_is_not_there_is_no_key(mistyped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would be open to whoever guesses it, and to nobody else."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyFileError, match=r"key 1: expected a file that exists .*or a key of at least 16 characters") as refused:
+        gather_keys([mistyped])
+    assert mistyped not in str(refused.value)
+    (tmp_path / mistyped).write_text("k ana\n")
+    assert gather_keys([mistyped]) == {"k": "ana"}, "in a file a key may be as short as one likes"
+
+
 def test_a_key_that_comes_again_is_told_by_its_place(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("SECRET-1 ana\nSECRET-2 ben\n")
+    file.write_text("SECRET-of-someone-1 ana\nSECRET-of-someone-2 ben\n")
     for sources, expected in (
-        (["SECRET-3", "k", "SECRET-3"], "key 3: the key of key 1 again"),
-        (["SECRET-2", str(file)], f"{file}, line 2: the key of key 1 again"),
-        ([str(file), "SECRET-1"], f"key 2: the key of {file}, line 1 again"),
-        (["k", "SECRET 4"], "key 2: expected the path of a file, or a key of letters, digits"),
+        (["SECRET-of-someone-3", "k" * 16, "SECRET-of-someone-3"], "key 3: the key of key 1 again"),
+        (["SECRET-of-someone-2", str(file)], f"{file}, line 2: the key of key 1 again"),
+        ([str(file), "SECRET-of-someone-1"], f"key 2: the key of {file}, line 1 again"),
+        (["k" * 16, "SECRET 4"], "key 2: expected the path of a file, or a key of letters, digits"),
     ):
         with pytest.raises(KeyFileError, match=re.escape(expected)) as caught:
             gather_keys(sources)

@@ -139,14 +139,14 @@ def test_what_a_file_may_not_say(tmp_path: Path, text: str, expected: str) -> No
 
 def test_keys_open_other_addresses_and_stay_secret(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("SECRET-1 ana\n")
+    file.write_text("SECRET-of-someone-1 ana\n")
     settings = loaded("--host", "0.0.0.0", "--api-key", str(file), "--redis-url", "redis://:SECRET@x")
-    assert owner(settings, "SECRET-1") == "ana"
+    assert owner(settings, "SECRET-of-someone-1") == "ana"
     assert "SECRET" not in repr(settings) + str(settings)
     with pytest.raises(SettingsError, match="either api_key or no_auth"):
         loaded("--api-key", str(file), "--no-auth")
     assert loaded("--host", "0.0.0.0", "--no-auth").hosts[0] == "0.0.0.0"
-    file.write_text("SECRET-1 ana\nSECRET-1 ben\n")
+    file.write_text("SECRET-of-someone-1 ana\nSECRET-of-someone-1 ben\n")
     with pytest.raises(SettingsError, match=r"api_key: .*, line 2: the key of .*, line 1 again") as caught:
         loaded("--api-key", str(file))
     assert "SECRET" not in str(caught.value)
@@ -154,20 +154,20 @@ def test_keys_open_other_addresses_and_stay_secret(tmp_path: Path) -> None:
 
 def test_keys_come_by_themselves_and_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, config = tmp_path / "keys", tmp_path / "hocket.toml"
-    file.write_text("SECRET-1 ana\n")
-    settings = loaded("--api-key", "SECRET-2", "--api-key", str(file), "--api-key", "SECRET-3", "--host", "0.0.0.0")
-    own = [owner(settings, key) for key in ("SECRET-1", "SECRET-2", "SECRET-3")]
+    file.write_text("SECRET-of-someone-1 ana\n")
+    settings = loaded("--api-key", "SECRET-of-someone-2", "--api-key", str(file), "--api-key", "SECRET-of-someone-3", "--host", "0.0.0.0")
+    own = [owner(settings, key) for key in ("SECRET-of-someone-1", "SECRET-of-someone-2", "SECRET-of-someone-3")]
     assert own[0] == "ana" and all(re.fullmatch("key-[0-9a-f]{12}", name) for name in own[1:]) and len(set(own)) == 3
     assert "SECRET" not in repr(settings) + str(settings)
-    for given in (f'api_key = ["SECRET-2", "{file}"]', f'api_key = "SECRET-2, {file}"'):
+    for given in (f'api_key = ["SECRET-of-someone-2", "{file}"]', f'api_key = "SECRET-of-someone-2, {file}"'):
         config.write_text(given)
         settings = loaded("--config", str(config))
-        assert [owner(settings, key) for key in ("SECRET-1", "SECRET-2")] == own[:2]
-    monkeypatch.setenv("HOCKET_API_KEY", f"SECRET-3,{file}")
+        assert [owner(settings, key) for key in ("SECRET-of-someone-1", "SECRET-of-someone-2")] == own[:2]
+    monkeypatch.setenv("HOCKET_API_KEY", f"SECRET-of-someone-3,{file}")
     settings = loaded("--config", str(config))
-    assert [owner(settings, key) for key in ("SECRET-1", "SECRET-3")] == ["ana", own[2]]
+    assert [owner(settings, key) for key in ("SECRET-of-someone-1", "SECRET-of-someone-3")] == ["ana", own[2]]
     with pytest.raises(KeyRefusedError):
-        owner(settings, "SECRET-2")
+        owner(settings, "SECRET-of-someone-2")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_keys_come_by_themselves_and_from_files(tmp_path: Path, monkeypatch: pyt
         ('api_key = ["k", " "]', "expected a key or a file of keys, got an empty one"),
         ("api_key = 5303", "expected it to be a valid list"),
         ("api_key = [5303]", "expected it to be a valid string"),
-        ('api_key = ["k", "SECRET 5303"]', "key 2: expected the path of a file, or a key of"),
-        ('api_key = ["5303", "5303"]', "key 2: the key of key 1 again"),
+        ('api_key = ["key-of-somebody-1", "SECRET 5303"]', "key 2: expected the path of a file, or a key of"),
+        ('api_key = ["5303530353035303", "5303530353035303"]', "key 2: the key of key 1 again"),
     ],
 )
 def test_keys_that_cannot_be_used_are_not_shown(tmp_path: Path, given: str, expected: str) -> None:
