@@ -1,4 +1,4 @@
-"""The server's WebSocket connection: uvicorn's own, with two of its edges rounded.
+"""The server's WebSocket connection: uvicorn's own, with three of its edges rounded.
 
 Owns what happens on the wire below ASGI. Knows no routes and no messages.
 """
@@ -25,6 +25,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     An app that is sending while the connection is closed below it (that fault, or a ping without an answer) has lost its client, and is
     told so as of any other; it did nothing wrong.
+
+    A client that answers no ping may be one that reads nothing. Closing its connection waits until what was written is sent, which it never
+    is: so the app is told at once, and what is not sent after LINGER_SECONDS is given up, and the connection with it.
     """
 
     _lingering = False
@@ -43,12 +46,19 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.transport.resume_reading()
-        self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._give_up_later()
 
     def keepalive_timeout(self) -> None:
         open_before = not self.close_sent
         super().keepalive_timeout()
-        self._lost = self._lost or (open_before and self.close_sent)
+        if open_before and self.close_sent:
+            self._lost = True
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": 1011, "reason": "keepalive ping timeout"})
+            self.writable.set()  # whoever waits to send has nobody to send to
+            self._give_up_later()
+
+    def _give_up_later(self) -> None:
+        self.close_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     async def send(self, message: ASGISendEvent) -> None:
         if not self._lost:
