@@ -6,6 +6,7 @@ that command runs, so that `--help` is quick and nothing here loads torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import logging
@@ -36,7 +37,8 @@ USAGE = """usage: hocket COMMAND [flags]
 hocket COMMAND --help lists a command's flags.
 """
 
-GRACE_SECONDS = 10  # for open requests when the server is asked to stop
+ENDING_SECONDS = 5  # for replies to end, with their end in the log, when the server is asked to stop
+GRACE_SECONDS = 10  # for open requests after that
 PING_SECONDS = 20.0
 BACKLOG = 2048
 
@@ -205,6 +207,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def _server(app: ASGIApp, settings: Settings, url: str) -> uvicorn.Server:
+    import asyncio
+
     import uvicorn
 
     from app.websocket import WebSocketProtocol
@@ -215,6 +219,13 @@ def _server(app: ASGIApp, settings: Settings, url: str) -> uvicorn.Server:
             if self.started and not self.should_exit:
                 sys.stdout.write(f"Hocket is ready: {url}\n")
                 sys.stdout.flush()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """First end what runs: streams are then told their end, and not cut when GRACE_SECONDS are over."""
+            if end_runs := self.lifespan.state.get("end_runs"):  # of `app/server.py`
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(end_runs(), ENDING_SECONDS)
+            await super().shutdown(sockets)
 
     return Server(
         uvicorn.Config(

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -51,7 +52,7 @@ def create_app(settings: Settings) -> ASGIApp:
     ephemeral_keys = EphemeralKeys()  # issued and accepted by this process alone
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Any]]:
         async with _opened_store(settings) as store, _opened_segments(settings) as segments:
             batcher = Batcher(engine_options(settings))
             conversations = Conversations(store, batcher, _salts(settings), segments)
@@ -72,7 +73,7 @@ def create_app(settings: Settings) -> ASGIApp:
             app.router.routes += [route for adapter in adapters for route in adapter.routes] + page.routes()
             batcher.start()
             try:
-                yield
+                yield {"end_runs": conversations.close}  # for the process, before it closes connections: they then wait for nothing
             finally:
                 await conversations.close()
                 await batcher.close()

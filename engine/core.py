@@ -343,5 +343,6 @@ class Delta:
     finish: FinishReason | None = None  # set on the last delta only
     reply: tuple[int, ...] = ()  # on the last delta: the tokens that make up the whole visible text, as a ledger keeps them
     error: str | None = None  # with FinishReason.ERROR: what happened
+    error_code: Literal["engine_error", "invalid_grammar"] = "engine_error"  # whose fault it was
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `ids`, if they were asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # on the first delta, if asked for: one for each prompt token, None for the first

@@ -238,7 +238,9 @@ class Engine:
 
     def _fail(self, sequence: Sequence, fault: str) -> Delta:
         self.scheduler.finish(sequence)
-        return replace(self._last(sequence, FinishReason.ERROR), error=fault)
+        guide = self._replies[sequence.id].guide
+        last = replace(self._last(sequence, FinishReason.ERROR), error=fault)
+        return replace(last, error_code="invalid_grammar") if guide and guide.fault else last
 
 
 def blocks_of(options: EngineOptions) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from app.api.wire import Wire
 
 PARTING_SECONDS = 5.0  # for a client to take the last words
 
@@ -25,7 +26,7 @@ class Channel:
         while (message := await self._socket.receive())["type"] != "websocket.disconnect":
             yield message.get("text") or message.get("bytes") or ""
 
-    async def send(self, event: dict[str, Any]) -> None:
+    async def send(self, event: Wire) -> None:
         """Raises: WebSocketDisconnect when the client is gone"""
         async with self._sending:
             try:
@@ -33,7 +34,7 @@ class Channel:
             except RuntimeError as fault:  # what starlette has for all sends but the first that finds the client gone
                 raise WebSocketDisconnect(1006) from fault
 
-    async def part(self, event: dict[str, Any], code: int, reason: str) -> None:
+    async def part(self, event: Wire, code: int, reason: str) -> None:
         """Say why, and close. A client that does not listen is not waited for."""
         try:
             async with asyncio.timeout(PARTING_SECONDS):

@@ -21,7 +21,7 @@ from app.api import chat_reply, sse
 from app.api.chat_messages import ChatMessage, said_of
 from app.api.choices import MOST_CHOICES, Choices
 from app.api.constraints import Constraints, FormatField, ToolField, constraints
-from app.api.decoding import MAX_MESSAGES, MAX_TOP_LOGPROBS, Metadata, SamplingFields, body_of, decode, tier_used
+from app.api.decoding import MAX_MESSAGES, MAX_TOP_LOGPROBS, Metadata, SamplingFields, body_of, decode, digest_of, tier_used
 from app.api.disconnect import run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
@@ -85,7 +85,9 @@ class ChatRequest(SamplingFields, kw_only=True):
             items=said,
             sampling=self.sampling(self.max_completion_tokens or self.max_tokens, self._logprobs, form.grammar),
             client_message_id=key,
+            asked_digest=digest_of(self) if key else b"",
             stored=key is not None,
+            lasting=False,
             background=tier_used(self.service_tier) == "flex",
             tools=form.tools,
             ending=self._ending(said[-1]),

@@ -1,26 +1,24 @@
 """A chat's replies as `chat.completion` objects and as their chunks.
 
 Owns their shapes: what a choice says, what it calls, log probabilities, finish reasons, usage. Both forms are told by the same
-`ChoiceTeller`, so that a stream, put together, is what the object says. (OpenAI API reference: Chat)
+`ChatTeller`, so that a stream, put together, is what the object says. (OpenAI API reference: Chat)
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
 
 from app.api.choices import Choices, finish_reason
 from app.api.kept import kept
 from app.api.telling import wire_logprobs
+from app.api.wire import Wire
 from app.conversations.calls import call_id
 from app.conversations.run import Run
 from app.store.records import Item, Logprob, Usage
 from engine.tool_calls import CallArguments, CallBegun, CallEnded, Piece, Said, ToolCallParser
 
-Wire = dict[str, Any]
 
-
-class ChoiceTeller:
+class ChatTeller:
     """Give it a reply's text with `tell`, and its `end`; both return deltas, each with the log probabilities of what it says."""
 
     def __init__(self, reply: Item) -> None:
@@ -84,13 +82,13 @@ async def chunks(choices: Choices, include_usage: bool) -> AsyncGenerator[Wire, 
     def chunk(index: int, delta: Wire, logprobs: list[Logprob] | None = None, reason: str | None = None) -> Wire:
         return {**head, "choices": [_part(index, {"delta": delta}, logprobs or None, reason)]}
 
-    tellers: dict[int, ChoiceTeller] = {}
+    tellers: dict[int, ChatTeller] = {}
     nothing = None if first.reply.calls else ""  # with tools there may be nothing to say
     for index in choices.indices:
         yield chunk(index, {"role": "assistant", "content": nothing})
     async for index, entry in choices.entries():
         run = choices.runs[index]
-        teller = tellers.setdefault(index, ChoiceTeller(run.reply))
+        teller = tellers.setdefault(index, ChatTeller(run.reply))
         for delta, logprobs in teller.tell(entry.text, entry.logprobs) if entry else teller.end():
             yield chunk(index, delta, logprobs)
         if entry is None:
@@ -109,7 +107,7 @@ def usage_object(usage: Usage) -> Wire:
 
 
 def _choice(index: int, run: Run) -> Wire:
-    teller = ChoiceTeller(run.reply)
+    teller = ChatTeller(run.reply)
     told = [part for entry in kept(run) for part in teller.tell(entry.text, entry.logprobs)] + teller.end()
     said: list[str] = []
     calls: list[tuple[Wire, list[str]]] = []

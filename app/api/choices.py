@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from app.api.errors import ApiError
+from app.api.errors import FailedReply
 from app.api.kept import entries
 from app.conversations.errors import ConversationError
 from app.conversations.run import Run
@@ -147,9 +147,9 @@ def renaming(params: Mapping[str, str]) -> Iterator[None]:
 
 
 def finish_reason(response: Response) -> str:
-    """Raises: ApiError if it failed"""
+    """Raises: FailedReply if it failed"""
     if response.status == "failed":
-        raise ApiError(response.error or "the reply could not be finished", None, "server_error", 500)
+        raise FailedReply(response)
     return "stop" if response.status == "completed" else "length"  # whatever cut it, it is not whole
 
 

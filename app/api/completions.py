@@ -31,6 +31,7 @@ from app.api.errors import ApiError
 from app.api.models import Models
 from app.api.sizes import FORM_BYTES, bounded
 from app.api.unsupported import SHARED, Neutral, refuse_unsupported, with_unsupported
+from app.api.wire import Wire
 from app.conversations.run import Run
 from app.conversations.service import Conversations
 from app.conversations.turn import Turn
@@ -50,7 +51,6 @@ NAMES = {**PARAMS, "input": "prompt", "grammar": "response_format", "top_logprob
 EXPECTED = "expected a prompt of text, of token ids, or a list of either"
 
 T = TypeVar("T")
-Wire = dict[str, Any]
 Ids = tuple[int, ...]
 
 
@@ -147,7 +147,7 @@ class Completions:
         except BaseException:
             choices.cancel()
             raise
-        tellers = [ChoiceTeller(asked, echoes[index // (asked.n or 1)] if echoes else None) for index in choices.indices]
+        tellers = [CompletionTeller(asked, echoes[index // (asked.n or 1)] if echoes else None) for index in choices.indices]
         if asked.stream:
             usage = bool(asked.stream_options and asked.stream_options.include_usage)
             return sse.stream(until_gone(chunks(choices, tellers, usage), choices, cancel=True), named=False)
@@ -188,7 +188,7 @@ class Likely(Protocol):
     def top(self) -> Sequence[Likely]: ...
 
 
-class ChoiceTeller:
+class CompletionTeller:
     """One choice's text and log probabilities, in parts, of which the first begins with the prompt if it is to be echoed."""
 
     def __init__(self, asked: CompletionRequest, echo: Echo | None) -> None:
@@ -241,7 +241,7 @@ class Scores:
         return begins
 
 
-async def chunks(choices: Choices, tellers: Sequence[ChoiceTeller], include_usage: bool) -> AsyncGenerator[Wire, None]:
+async def chunks(choices: Choices, tellers: Sequence[CompletionTeller], include_usage: bool) -> AsyncGenerator[Wire, None]:
     """The runs in parts, each a `text_completion`; then the usage, if asked for.
 
     Raises: as `Choices.entries`, and ApiError if a run failed
@@ -256,7 +256,7 @@ async def chunks(choices: Choices, tellers: Sequence[ChoiceTeller], include_usag
         yield {**head, "choices": [], "usage": usage_object(choices.usage)}
 
 
-def completion(choices: Choices, tellers: Sequence[ChoiceTeller]) -> Wire:
+def completion(choices: Choices, tellers: Sequence[CompletionTeller]) -> Wire:
     """Finished runs as a `text_completion` object. Raises: ApiError if one failed"""
     told = []
     for index, run in sorted(choices.runs.items()):

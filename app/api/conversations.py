@@ -7,7 +7,7 @@ protocol. (OpenAI API reference: Conversations)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from app.api.decoding import Metadata, body_of, decode, whole_number
 from app.api.errors import ApiError
 from app.api.items import InputItem, ledger_id, said_of, wire_items
 from app.api.sizes import bounded
+from app.api.wire import Wire
 from app.conversations.errors import NotFoundError, shown
 from app.conversations.service import Conversations
 from app.conversations.turn import Said
@@ -110,7 +111,7 @@ class ConversationsApi:
         await self._threads.change_item(owner, id, ledger_id(request.path_params["item"]), None)
         return json_response(self._object(await self._threads.conversation(owner, id)))
 
-    def _object(self, conversation: Conversation) -> dict[str, Any]:
+    def _object(self, conversation: Conversation) -> Wire:
         return {
             "id": conversation.id,
             "object": "conversation",
@@ -136,7 +137,7 @@ def page_limit(request: Request) -> int:
     return limit
 
 
-def item_page(request: Request, items: Iterable[Item]) -> dict[str, Any]:
+def item_page(request: Request, items: Iterable[Item]) -> Wire:
     """The page of `items`, oldest first, that a request's `limit`, `order` and `after` ask for. Raises: ApiError"""
     limit, query = page_limit(request), request.query_params
     order, after = query.get("order", "desc"), query.get("after")
@@ -152,11 +153,11 @@ def item_page(request: Request, items: Iterable[Item]) -> dict[str, Any]:
     return _page(found[start : start + limit + 1], limit)
 
 
-def _shown(items: Iterable[Item]) -> list[dict[str, Any]]:
+def _shown(items: Iterable[Item]) -> list[Wire]:
     return [wire | {"response_id": item.response or None} for item in items for wire in wire_items(item)]
 
 
-def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+def _page(found: list[Wire], limit: int) -> Wire:
     """A page of a list of which one more than `limit` was fetched, to see whether there is more."""
     data = found[:limit]
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}

@@ -6,15 +6,17 @@ is done with it; `sizes.py` has those of what takes long to decode at all.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from app.api.errors import ApiError
@@ -30,6 +32,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_IDS = 1024
 MAX_MESSAGES = 4096  # of one request
+DELIVERY = ("type", "stream_id", "stream", "stream_options", "background")  # fields that say how a reply is to come, not which
 ABSENT = object()  # in place of a value
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -135,6 +138,16 @@ def text_of(content: Content | None, param: str, reply: bool = False) -> str:
     return "".join(texts)
 
 
+def digest_of(asked: msgspec.Struct) -> bytes:
+    """Of what is asked for, however the reply is to come: the same request, sent again, has the same. Raises: ApiError"""
+    delivery = {name: None for name in DELIVERY if name in asked.__struct_fields__}
+    try:
+        data = msgspec.json.encode(replace(asked, **delivery), order="deterministic")
+    except RecursionError:
+        raise ApiError("expected a JSON object, got one nested too deeply", None, "invalid_json") from None
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
 async def body_of(request: Request) -> bytes:
     """An HTTP request's body. Raises: ApiError when it is longer than a WebSocket frame may be"""
     limit: int = request.app.state.max_body_bytes
@@ -198,7 +211,7 @@ def within(field: str) -> Iterator[None]:
         yield
     except ApiError as fault:
         if fault.refusal.param is not None:
-            fault.refusal = replace(fault.refusal, param=f"{field}.{fault.refusal.param}")
+            fault.refusal = dataclasses.replace(fault.refusal, param=f"{field}.{fault.refusal.param}")
         raise
 
 

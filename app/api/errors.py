@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from app.conversations.errors import ConflictError, ConversationError, NotFoundError
+from app.api.wire import Wire
+from app.conversations.errors import ClosingError, ConflictError, ConversationError, NotFoundError
 from app.refusal import Refusal
 from app.store import StoreError
+from app.store.records import Response
 from engine.core import BusyError, EngineError, NotReadyError, RequestError
 
 
@@ -19,6 +19,25 @@ class ApiError(Exception):
     def __init__(self, message: str, param: str | None = None, code: str | None = "invalid_value", status: int = 400) -> None:
         super().__init__(message)
         self.refusal = Refusal(status, message, code, param)
+
+
+class FailedReply(ApiError):
+    """A reply was begun, and failed."""
+
+    def __init__(self, response: Response) -> None:
+        failed = failure(response)
+        super().__init__(failed.message, None, failed.code, failed.status)
+
+
+def failure(response: Response) -> Refusal:
+    """What to tell of a response that failed. What the request brought on is not worth trying again."""
+    message = response.error or "the reply could not be finished"
+    if response.error_code == "invalid_grammar":
+        return Refusal(400, message, response.error_code)
+    return Refusal(500, message, "server_error")
+
+
+RESPONSES_CODES = {"invalid_grammar": "invalid_prompt"}  # of failed responses, where Responses' differ: clients know a list of them
 
 
 def refusal(fault: Exception) -> Refusal:
@@ -32,6 +51,8 @@ def refusal(fault: Exception) -> Refusal:
             return Refusal(404, str(fault), fault.code, fault.param)
         case ConflictError():
             return Refusal(409, str(fault), fault.code, fault.param)
+        case ClosingError():
+            return Refusal(503, str(fault), fault.code)
         case ConversationError() | RequestError():
             return Refusal(400, str(fault), fault.code, fault.param)
         case BusyError():
@@ -48,7 +69,7 @@ def refusal(fault: Exception) -> Refusal:
 REALTIME_CODES = {"conversation_locked": "conversation_already_has_active_response"}  # where Realtime's differ
 
 
-def realtime_error(refused: Refusal, client_event_id: str | None) -> dict[str, Any]:
+def realtime_error(refused: Refusal, client_event_id: str | None) -> Wire:
     """The `error` event of Realtime. `client_event_id`: of the event that is refused, if it has one."""
     error = refused.event["error"]
     return {"type": "error", "error": error | {"code": REALTIME_CODES.get(error["code"], error["code"]), "event_id": client_event_id}}

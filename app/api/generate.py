@@ -8,7 +8,7 @@ known ones refused, as `chat_completions.py` does.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from app.api.errors import ApiError
 from app.api.models import Models
 from app.api.sizes import bounded
 from app.api.unsupported import SHARED, Neutral, refuse_unsupported, with_unsupported
+from app.api.wire import Wire
 from app.conversations.run import Run
 from app.conversations.service import Conversations
 from app.conversations.turn import Turn
@@ -45,8 +46,6 @@ UNSUPPORTED: Neutral = {
     "lora_path": (None,),
 }
 NAMES = {"input": "prompt", "max_output_tokens": "max_new_tokens"}
-
-Wire = dict[str, Any]
 
 
 class GenerateFields(SamplingFields, kw_only=True):

@@ -15,11 +15,13 @@ from msgspec import Meta
 
 from app.api.decoding import MAX_CALL_ID, Content, message_of, shown
 from app.api.errors import ApiError
-from app.api.telling import Teller, Wire, message_item
+from app.api.telling import Teller, message_item
+from app.api.wire import Wire
+from app.conversations.calls import is_object, written
 from app.conversations.turn import Said
 from app.store.records import Item
 from engine.json_object import BLANKS
-from engine.tool_calls import OPEN, CallBegun, call_text, parse
+from engine.tool_calls import OPEN, CallBegun, parse
 
 LONGEST_UNSURE = 1 << 16  # characters of arguments that are read for calls of their own
 
@@ -76,27 +78,10 @@ def with_call(reply: Said, id: str, name: str, arguments: str, where: str) -> Sa
 
     A call that was broken off, as by the end of its tokens, is kept as it was said: what brought it is to be told again.
     """
-    if _is_object(arguments):
-        call = call_text(name, arguments)
-    else:
-        call = call_text(name, "\0").partition("\0")[0] + arguments
-        if not _is_one_call(call, arguments):
-            raise ApiError(f"expected arguments to be a JSON object, got {shown(arguments)} in {where}", f"{where}.arguments")
+    call = written(name, arguments)
+    if not (is_object(arguments) or _is_one_call(call, arguments)):
+        raise ApiError(f"expected arguments to be a JSON object, got {shown(arguments)} in {where}", f"{where}.arguments")
     return Said("assistant", "\n".join(filter(None, (reply.text, call))), (*reply.call_ids, id))
-
-
-class _AnyObject(msgspec.Struct):
-    """Of which no field is looked at."""
-
-
-def _is_object(text: str) -> bool:
-    if not text.strip():  # as those write it who have no arguments
-        return True
-    try:
-        msgspec.json.decode(text, type=_AnyObject)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return False
-    return True
 
 
 def _is_one_call(call: str, arguments: str) -> bool:

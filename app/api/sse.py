@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
 
 import msgspec
 from starlette.responses import StreamingResponse
@@ -17,13 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.disconnect import close, disconnected
 from app.api.errors import refusal
+from app.api.wire import Wire
 
 log = logging.getLogger(__name__)
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
-
-Event = dict[str, Any]
 
 
 class EventStream(StreamingResponse):
@@ -47,13 +45,13 @@ class EventStream(StreamingResponse):
             raise fault
 
 
-def stream(events: AsyncIterator[Event], named: bool) -> EventStream:
+def stream(events: AsyncIterator[Wire], named: bool) -> EventStream:
     """Each event as one `data:` line, after an `event:` line with its type if `named`; `[DONE]` at the end."""
     return EventStream(_body(events, named))
 
 
-async def _body(events: AsyncIterator[Event], named: bool) -> AsyncGenerator[bytes, None]:
-    event: Event = {}
+async def _body(events: AsyncIterator[Wire], named: bool) -> AsyncGenerator[bytes, None]:
+    event: Wire = {}
     try:
         async for event in events:
             yield _lines(event, named)
@@ -64,12 +62,12 @@ async def _body(events: AsyncIterator[Event], named: bool) -> AsyncGenerator[byt
     yield DONE
 
 
-def _lines(event: Event, named: bool) -> bytes:
+def _lines(event: Wire, named: bool) -> bytes:
     name = f"event: {event['type']}\n".encode() if named else b""
     return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def _error(fault: Exception, after: Event | None) -> Event:
+def _error(fault: Exception, after: Wire | None) -> Wire:
     """`after`: the event before it, of a stream of named ones, which are numbered."""
     refused = refusal(fault)
     if refused.code == "internal_error":

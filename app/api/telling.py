@@ -8,13 +8,11 @@ the same reply is told the same to whoever asks, whenever: also where its calls 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from app.api.wire import Wire
 from app.conversations.calls import call_id
 from app.store.records import Item, Logprob
 from engine.tool_calls import CallArguments, CallBegun, CallEnded, Piece, Said, ToolCallParser
-
-Wire = dict[str, Any]  # an item, a part or an event, as it is encoded
 
 
 class Teller:

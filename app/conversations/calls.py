@@ -1,4 +1,4 @@
-"""The calls in a conversation: how each is named, and that what answers one answers one that was made.
+"""The calls in a conversation: how each is named and written, and that what answers one answers one that was made.
 
 Pure. Knows the ledger's items; the markup of calls is `engine.tool_calls`'.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from app.conversations.errors import ConversationError, shown
 from app.store.records import Item
-from engine.tool_calls import CallBegun, parse
+from engine.tool_calls import CallArguments, CallBegun, Said, call_text, parse
 
 
 def call_id(reply: Item, index: int) -> str:
@@ -22,6 +24,42 @@ def call_ids(reply: Item) -> list[str]:
     if reply.call_ids or not reply.calls:
         return list(reply.call_ids)
     return [call_id(reply, piece.index) for piece in parse(reply.text) if isinstance(piece, CallBegun)]
+
+
+def written(name: str, arguments: str) -> str:
+    """A call as text, of which a client knows the name and the arguments. Those that were broken off are left so."""
+    return call_text(name, arguments) if is_object(arguments) else call_text(name, "\0").partition("\0")[0] + arguments
+
+
+class _AnyObject(msgspec.Struct):
+    """Of which no field is looked at."""
+
+
+def is_object(arguments: str) -> bool:
+    if not arguments.strip():  # as those write it who have no arguments
+        return True
+    try:
+        msgspec.json.decode(arguments, type=_AnyObject)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return True
+
+
+def as_told(reply: Item) -> str:
+    """A reply as it is put together by who was told what it says, and beside that what it calls: not which blanks are between the two."""
+    if not reply.calls or reply.call_ids:  # one that a client brought is put together like this
+        return reply.text
+    said: list[str] = []
+    calls: list[tuple[str, list[str]]] = []
+    for piece in parse(reply.text):
+        match piece:
+            case Said(text):
+                said.append(text)
+            case CallBegun(name=name):
+                calls.append((name, []))
+            case CallArguments(index, text):
+                calls[index][1].append(text)
+    return "\n".join([*said, *(written(name, "".join(arguments)) for name, arguments in calls)])
 
 
 def check_answers(path: Sequence[Item], new: Sequence[Item]) -> None:

@@ -20,6 +20,10 @@ class ConflictError(ConversationError):
     """Not now: something else has to end first."""
 
 
+class ClosingError(ConversationError):
+    """Not any more: the server is about to end."""
+
+
 def shown(id: str) -> str:
     """A client's id as an error repeats it: in full, unless it is none of ours."""
     return repr(id if len(id) <= 80 else f"{id[:80]}...")

@@ -36,7 +36,7 @@ async def pump(run: Run, journal: Journal, prompt_tokens: int, keep: Callable[[I
     text = "".join(texts)
     ids = list(last.reply) if last.reply or not text else None  # None: the engine broke off and cannot say; the text is encoded anew
     status, reason = _outcome(last.finish, run.stopped_because)
-    response, reply = ended(run, status, text=text, ids=ids, usage=usage, reason=reason, error=last.error)
+    response, reply = ended(run, status, text=text, ids=ids, usage=usage, reason=reason, error=last.error, error_code=last.error_code)
     if status != "failed":
         keep(reply)  # before anyone sees the end, and may follow it
     await finish_or_fail(run, journal, response, reply)
@@ -75,9 +75,11 @@ def ended(
     usage: Usage | None = None,
     reason: str | None = None,
     error: str | None = None,
+    error_code: str = "",
 ) -> Ending:
     """The run's response and reply, as they are once it has ended."""
-    response = replace(run.response, status=status, completed_at=time.time(), usage=usage or Usage(), reason=reason, error=error)
+    end = {"status": status, "reason": reason, "error": error, "error_code": error_code if error else ""}
+    response = replace(run.response, completed_at=time.time(), usage=usage or Usage(), **end)
     return response, replace(run.reply, text=text, ids=ids, status="completed" if status == "completed" else "incomplete")
 
 

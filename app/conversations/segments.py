@@ -2,7 +2,7 @@
 
 Owns a memory, bounded in tokens, from a chat's text up to the end of a reply to the tokens that reply was generated as. An assistant
 message of such a client is looked up here, and what is found is run as it was, not tokenised again: about one sampled reply in three would
-encode differently. Knows no store and no engine, and rests on nothing a client says but the text.
+encode differently. Knows no store and no engine, and rests on nothing a client says but the text, and the calls.
 It is of this process alone, unless it is given a file: then what it adds is appended there before anyone sees the reply's end, and it
 begins with what the file holds, so that KV that outlives a restart is found by these clients too.
 
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from app.conversations.calls import as_told
 from app.store.records import Item
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Chat:
     def add(self, items: Sequence[Item]) -> None:
         for item in items:
             if item.spoken:
-                self.say(item.role, item.text, item)
+                self.say(item.role, as_told(item), item)
 
     def say(self, role: str, text: str, item: Item | None = None) -> None:
         _update(self.hash, role, text)
@@ -115,7 +116,7 @@ class Segments:
                 self._add(key, item, after)
                 after = index
         said = chat.hash.copy()
-        _update(said, "assistant", reply.text)
+        _update(said, "assistant", as_told(reply))
         self._add(said.digest(), reply, after)
         self._touch(chat.keys.values())
         self._forget()

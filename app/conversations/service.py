@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -18,14 +19,14 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from app.conversations import calls, ledger, window
-from app.conversations.errors import ConflictError, ConversationError, NotFoundError, shown
+from app.conversations.errors import ClosingError, ConflictError, ConversationError, NotFoundError, shown
 from app.conversations.journal import Journal
 from app.conversations.pump import ended, finish_or_fail, interrupted, pump, read_prompt
 from app.conversations.run import Run
 from app.conversations.segments import Segments
-from app.conversations.threads import Threads
+from app.conversations.threads import Threads, unknown_conversation
 from app.conversations.turn import Place, Turn, draft, new_conversation, new_id, new_items
-from app.store import Store
+from app.store import GoneError, Store
 from app.store.memory import MemoryStore
 from app.store.records import Item, Response
 from engine.batcher import Batcher, Session
@@ -33,6 +34,7 @@ from engine.core import Ending, EngineError, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
+MOST_FORGOTTEN = 256  # responses that have expired, at a time
 UNWRITTEN_SECONDS = 1.0  # between attempts to write the end of a run that the log would not take
 
 T = TypeVar("T")
@@ -69,7 +71,8 @@ class Conversations:
         """Accept a turn and start its run. When this returns, the turn is in the log, or on `scratch` if it is not to be stored.
 
         Earlier responses are looked up on `scratch` too. A client message id that the same owner used within a day gives the run that
-        exists. A stored turn is accepted and started as a whole even if the caller is cancelled meanwhile.
+        exists; another turn with the same one is refused. A stored turn is accepted and started as a whole even if the caller is cancelled
+        meanwhile.
         Raises: ConversationError, StoreError, engine.core.EngineError
         """
         turn.check()
@@ -92,13 +95,31 @@ class Conversations:
         lock = self._submitting.setdefault(key, asyncio.Lock())
         async with lock:
             if repeated := await self._durable.store.repeated(*key):
-                return await self._run_of(repeated, self._durable)
-            return await self._submit(turn, self._durable, scratch)
+                return await self._repeat(turn, repeated, self._durable)
+            run = await self._submit(turn, self._durable, scratch)
+        if not turn.lasting:  # as many as come are forgotten
+            self._task(self._forget_expired())
+        return run
+
+    async def _repeat(self, turn: Turn, repeated: Response, shelf: Shelf) -> Run:
+        """The run of a turn that was accepted before. Raises: ConversationError when it is another turn that had the client message id"""
+        if repeated.asked_digest not in (b"", turn.asked_digest):  # an earlier Hocket kept none
+            message = (
+                f"expected the request that the client message id or idempotency key {shown(turn.client_message_id or '')} was first "
+                "sent with, got another one: give each request an id of its own"
+            )
+            raise ConversationError(message, None, "idempotency_error")  # no conflict: clients send those again
+        return await self._run_of(repeated, shelf)
 
     async def _submit(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Run:
-        named = await self._named_conversation(turn)
+        named = turn.conversation
+        if named is None:
+            place = await self._place(turn, shelf, scratch)
+            if not place.conversation.listed:
+                return await self._accept(turn, place, shelf)
+            named = place.conversation.id  # by following one of its responses
         async with self.threads.alone_with(turn.owner, named):
-            if named is not None and self.running(named):
+            if self.running(named):
                 message = f"conversation {shown(named)} has a response in progress: wait for it or cancel it"
                 raise ConflictError(message, "conversation", "conversation_locked")
             return await self._accept(turn, await self._place(turn, shelf, scratch), shelf)
@@ -119,21 +140,26 @@ class Conversations:
         drafted = draft(turn, place, response_id, items, prompt, ready.fingerprint)
         run = Run(drafted.response, drafted.reply)
 
+        if self._closing:
+            raise ClosingError("the server is shutting down: try again in a moment, when it may be back", None, "server_shutdown")
         session = self._batcher.session(self._salt(turn.owner))
         session.admit(prompt.ids, sampling)
         self._runs[run.id] = run
         try:
-            repeated = await shelf.store.accept(drafted.conversation, drafted.response, [*drafted.items, drafted.reply])
+            written = [*drafted.items, drafted.reply]
+            repeated = await shelf.store.accept(drafted.conversation, drafted.response, written, not place.new)
         except BaseException as fault:
             session.leave()
             del self._runs[run.id]
             run.finish(*ended(run, "failed", error=str(fault)))  # for whoever waits for it already
+            if isinstance(fault, GoneError):
+                raise _gone(turn) from fault
             raise
         if repeated:
             session.leave()
             del self._runs[run.id]
             run.finish(*ended(run, "failed", error="it repeats another"))
-            return await self._run_of(repeated, shelf)
+            return await self._repeat(turn, repeated, shelf)
         keep = functools.partial(self._segments.keep, chat) if turn.raw is None and turn.ending is Ending.REPLY else _forget
         follow = functools.partial(pump, keep=keep) if turn.generate else read_prompt
         self._task(self._carry_out(run, session, prompt.ids, sampling, turn.background, shelf, follow))
@@ -190,23 +216,13 @@ class Conversations:
             except Exception:
                 await asyncio.sleep(UNWRITTEN_SECONDS)
 
-    async def _named_conversation(self, turn: Turn) -> str | None:
-        """The listed conversation that a turn is added to, by its name or by following one of its responses."""
-        if turn.conversation is not None:
-            return turn.conversation
-        response = await self._durable.store.response(turn.previous) if turn.previous and turn.stored else None
-        if response is None or response.owner != turn.owner:
-            return None
-        conversation = await self._durable.store.conversation(response.conversation)
-        return conversation.id if conversation and conversation.listed else None
-
     async def _place(self, turn: Turn, shelf: Shelf, scratch: Shelf | None) -> Place:
         if turn.previous is not None:
             return await self._after(turn.owner, turn.previous, shelf, scratch)
         if turn.conversation is not None:
             conversation = await self.threads.conversation(turn.owner, turn.conversation)
             return Place(conversation, ledger.path(await shelf.store.items(conversation.id), conversation.leaf))
-        return Place(new_conversation(turn.owner, listed=False), [])
+        return Place(new_conversation(turn.owner, listed=False), [], new=True)
 
     async def _after(self, owner: str, response_id: str, shelf: Shelf, scratch: Shelf | None) -> Place:
         """The end of an earlier response. A turn that goes to another shelf takes a copy of what it follows."""
@@ -214,15 +230,15 @@ class Conversations:
             response = await source.store.response(response_id) if source else None
             if not source or response is None or response.owner != owner:
                 continue
-            if not (await self._run_of(response, source)).settled:
+            if response.status == "in_progress" and not (await self._run_of(response, source)).settled:
                 raise ConflictError(f"response {shown(response_id)} is still in progress", "previous_response_id", "response_in_progress")
             path = ledger.path(await source.store.items(response.conversation), response.output)
             if source is not shelf:
-                return Place(new_conversation(owner, listed=False), path, copied=True)
+                return Place(new_conversation(owner, listed=False), path, new=True)
             conversation = await source.store.conversation(response.conversation)
             if conversation:
                 return Place(conversation, path)
-        raise NotFoundError(f"response {shown(response_id)} does not exist", "previous_response_id", "previous_response_not_found")
+        raise _unknown_previous(response_id)
 
     # Runs
 
@@ -275,6 +291,11 @@ class Conversations:
         await run.done()
         await self._durable.store.delete_response(run.response)
 
+    async def _forget_expired(self) -> None:
+        for response in await self._durable.store.expired(time.time(), MOST_FORGOTTEN):
+            if response.id not in self._runs:
+                await self._durable.store.delete_response(response)
+
     def running(self, conversation: str) -> list[Run]:
         return [run for run in self._runs.values() if run.response.conversation == conversation and not run.settled]
 
@@ -285,10 +306,11 @@ class Conversations:
         left = await self._durable.store.open_responses()
         for response in left:
             await self._run_of(response, self._durable)
+        await self._forget_expired()
         return len(left)
 
     async def close(self) -> None:
-        """End every run, each with its terminal state in the log."""
+        """Take no more turns, and end every run, each with its terminal state in the log. It may be asked for again."""
         self._closing = True
         while self._tasks:
             for run in list(self._runs.values()):
@@ -313,6 +335,15 @@ def _limited(turn: Turn, context_length: int) -> SamplingParams:
     if not turn.generate:
         return dataclasses.replace(turn.sampling, max_tokens=1, grammar=None)
     return turn.sampling if turn.sampling.max_tokens else dataclasses.replace(turn.sampling, max_tokens=context_length)
+
+
+def _gone(turn: Turn) -> NotFoundError:
+    """What a turn follows was deleted while the turn was being tokenised: it is as if it had come after that."""
+    return _unknown_previous(turn.previous) if turn.previous else unknown_conversation(turn.conversation or "")
+
+
+def _unknown_previous(id: str) -> NotFoundError:
+    return NotFoundError(f"response {shown(id)} does not exist", "previous_response_id", "previous_response_not_found")
 
 
 def _forget(_: Item) -> None:

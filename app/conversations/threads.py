@@ -89,7 +89,7 @@ class Threads:
         """Raises: NotFoundError, StoreError"""
         conversation = await self._store.conversation(id)
         if conversation is None or conversation.owner != owner or not conversation.listed:
-            raise _unknown_conversation(id)
+            raise unknown_conversation(id)
         return conversation
 
     async def update(self, owner: str, id: str, metadata: dict[str, str]) -> Conversation:
@@ -137,5 +137,5 @@ def _place_of(item_id: str, path: Sequence[Item]) -> int:
     raise NotFoundError(f"item {shown(item_id)} does not exist in this conversation", "item_id", "item_not_found")
 
 
-def _unknown_conversation(id: str) -> NotFoundError:
+def unknown_conversation(id: str) -> NotFoundError:
     return NotFoundError(f"conversation {shown(id)} does not exist", "conversation", "conversation_not_found")

@@ -14,8 +14,9 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from app.conversations.calls import call_ids
+from app.conversations.calls import as_told, call_ids
 from app.conversations.errors import ConversationError
+from app.store import IDEMPOTENCY_SECONDS
 from app.store.records import Asked, Conversation, Item, Response, Role, Usage
 from engine.core import Ending, Prompt, SamplingParams, Tool
 
@@ -44,7 +45,9 @@ class Turn:
     context: tuple[Said, ...] | None = None  # what is replied to in place of what it follows; such a turn brings no items
     conversation: str | None = None  # the conversation it is added to
     client_message_id: str | None = None
+    asked_digest: bytes = b""  # of all that is asked for, if it has a client message id: another turn with the same id is no repeat
     stored: bool = True  # False: its records go to the caller's scratch shelf
+    lasting: bool = True  # False: it is stored for as long as its client message id finds it
     truncation: Literal["auto", "disabled"] = "disabled"  # a chat too long for the context: without its oldest turns (auto), or refused
     background: bool = False  # nobody waits for it: interactive turns go first
     tools: tuple[Tool, ...] = ()  # that the model may call
@@ -80,7 +83,7 @@ class Place:
 
     conversation: Conversation
     path: list[Item]  # oldest first
-    copied: bool = False  # the path's items are still to be written to the turn's shelf
+    new: bool = False  # the conversation, and the path's items, are still to be written to the turn's shelf
 
     @property
     def leaf(self) -> str | None:
@@ -120,7 +123,7 @@ def new_items(said: Sequence[Said], parent: str | None, response: str = "") -> l
 
 def said_again(item: Item) -> Said:
     """An item of the ledger, to be said in another chat."""
-    return Said(item.role, item.text, tuple(call_ids(item)), item.call_id)
+    return Said(item.role, as_told(item), tuple(call_ids(item)), item.call_id)
 
 
 def draft(turn: Turn, place: Place, response_id: str, items: list[Item], prompt: Prompt, fingerprint: str) -> Draft:
@@ -149,11 +152,13 @@ def draft(turn: Turn, place: Place, response_id: str, items: list[Item], prompt:
         created_at=now,
         request=turn.request,
         client_message_id=turn.client_message_id,
+        asked_digest=turn.asked_digest,
+        expires_at=None if turn.lasting else now + IDEMPOTENCY_SECONDS,
         usage=Usage(prompt_tokens=len(prompt.ids)),
     )
     title = place.conversation.title or title_of(turn.items)
     conversation = replace(place.conversation, leaf=reply.id, updated_at=now, title=title)
-    return Draft(conversation, response, [*place.path, *items] if place.copied else items, reply)
+    return Draft(conversation, response, [*place.path, *items] if place.new else items, reply)
 
 
 def new_conversation(owner: str, *, listed: bool, metadata: dict[str, str] | None = None, id: str | None = None) -> Conversation:

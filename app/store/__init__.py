@@ -32,6 +32,10 @@ class RefusedError(StoreError):
         self.responses = responses  # ids of the responses that had an entry refused
 
 
+class GoneError(StoreError):
+    """A turn was not written, since what it follows is not there any more: it was deleted meanwhile."""
+
+
 class Store(Protocol):
     """Every write has happened (as durably as the backend can) when its coroutine returns; every method raises StoreError."""
 
@@ -63,11 +67,16 @@ class Store(Protocol):
         `unsaid`: responses whose log entries are forgotten, since their replies are no longer what they were.
         """
 
-    async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
+    async def accept(
+        self, conversation: Conversation, response: Response, items: Sequence[Item], existing: bool = False
+    ) -> Response | None:
         """Write a turn in one transaction: conversation (created or updated), response (now open), its input items, and its reply as begun.
+
+        `existing`: the turn goes on with a conversation of this store, which must still be there, and so must the response before it.
 
         When `response.client_message_id` is set and the same owner's earlier response (younger than 24 h) carries the same one,
         nothing is written and that earlier response is returned.
+        Raises: GoneError
         """
         ...
 
@@ -95,6 +104,10 @@ class Store(Protocol):
 
     async def delete_response(self, response: Response) -> None:
         """Remove its record, log and idempotency key. The items stay; a conversation that is not listed goes with its last one."""
+
+    async def expired(self, now: float, limit: int) -> list[Response]:
+        """Responses that were to be kept until before `now`, those of the earliest time first."""
+        ...
 
     async def open_responses(self) -> list[Response]:
         """Responses that were accepted and not finished, oldest first: what a dead process left behind."""

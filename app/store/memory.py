@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from app.store import IDEMPOTENCY_SECONDS, RefusedError, StoreError
+from app.store import IDEMPOTENCY_SECONDS, GoneError, RefusedError, StoreError
 from app.store.records import Conversation, Entry, Item, Record, RecordError, Response, decode, encode
 
 
@@ -41,6 +41,7 @@ class MemoryStore:
         self._responses: dict[str, bytes] = {}
         self._logs: dict[str, _Log] = {}
         self._open: dict[str, float] = {}  # response id -> created_at
+        self._expiring: dict[str, float] = {}  # response id -> expires_at
         self._once: dict[tuple[str, str], tuple[float, str]] = {}  # (owner, message id) -> (expiry, response id), in order of expiry
 
     @property
@@ -91,19 +92,26 @@ class MemoryStore:
                 if log := self._logs.get(response):
                     log.entries.clear()
 
-    async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
+    async def accept(
+        self, conversation: Conversation, response: Response, items: Sequence[Item], existing: bool = False
+    ) -> Response | None:
         key = None if response.client_message_id is None else (response.owner, response.client_message_id)
         if key is not None and (earlier := await self.repeated(*key)):
             return earlier
         thread_record, response_record = _encoded(conversation), _encoded(response)
         item_records = {item.id: _encoded(item) for item in items}
 
+        followed = self._responses if response.previous else self._threads
+        if existing and (response.previous or conversation.id) not in followed:
+            raise GoneError("what the turn follows was deleted meanwhile")
         thread = self._put(conversation, thread_record)
         thread.items.update(item_records)
         thread.responses.add(response.id)
         self._responses[response.id] = response_record
         self._logs[response.id] = _Log()
         self._open[response.id] = response.created_at
+        if response.expires_at is not None:
+            self._expiring[response.id] = response.expires_at
         if key is not None:
             self._once[key] = (self._clock() + IDEMPOTENCY_SECONDS, response.id)
         return None
@@ -154,6 +162,10 @@ class MemoryStore:
         thread.responses.remove(response.id)
         self._forget([response.id])
 
+    async def expired(self, now: float, limit: int) -> list[Response]:
+        earliest_first = sorted((at, id) for id, at in self._expiring.items() if at < now)
+        return [_decoded(self._responses[id], Response) for _, id in earliest_first[:limit]]
+
     async def open_responses(self) -> list[Response]:
         oldest_first = sorted(self._open, key=lambda id: (self._open[id], id))
         return [_decoded(self._responses[id], Response) for id in oldest_first]
@@ -176,6 +188,7 @@ class MemoryStore:
             del self._responses[id]
             del self._logs[id]
             self._open.pop(id, None)
+            self._expiring.pop(id, None)
         self._once = {key: entry for key, entry in self._once.items() if entry[1] not in responses}
 
     def _forget_expired(self) -> None:

@@ -108,8 +108,11 @@ class Response(msgspec.Struct, kw_only=True):
     completed_at: float | None = None
     reason: str | None = None  # why it is incomplete
     error: str | None = None
+    error_code: str = ""  # whose fault the error is, in the words of `app.api.errors`; "": the server's
     usage: Usage = msgspec.field(default_factory=Usage)
     client_message_id: str | None = None
+    asked_digest: bytes = b""  # of all that was asked for, if it has a client message id
+    expires_at: float | None = None  # when it may be forgotten; None: when someone deletes it
     version: int = VERSION
 
 

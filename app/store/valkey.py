@@ -6,16 +6,16 @@ runs the server: `embedded.py` does by default, an operator with `--redis-url`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError, WatchError
 
-from app.store import IDEMPOTENCY_SECONDS, RefusedError, StoreError
+from app.store import IDEMPOTENCY_SECONDS, GoneError, RefusedError, StoreError
 from app.store.records import Conversation, Entry, Item, Record, RecordError, Response, decode, encode
 
 EPOCH = 1  # first half of a log entry's id; the second is the entry's index
@@ -25,6 +25,9 @@ CONNECT_SECONDS = 5.0
 RACES = 16  # attempts at a watched transaction before giving up
 
 OPEN = b"hocket:open"  # sorted set of the ids of open responses, scored by created_at
+EXPIRING = b"hocket:expiring"  # sorted set of the ids of responses that do not last, scored by expires_at
+
+T = TypeVar("T")
 
 
 def connect(url: str) -> Redis:
@@ -84,15 +87,7 @@ class ValkeyStore:
 
     async def delete_conversation(self, conversation: Conversation) -> None:
         """A turn accepted meanwhile (it changes the watched set of responses) is deleted as well, on the next attempt."""
-        with _faults("delete a conversation"):
-            async with self._client.pipeline() as transaction:
-                for _ in range(RACES):
-                    try:
-                        await self._delete(transaction, conversation)
-                        return
-                    except WatchError:
-                        continue
-        raise StoreError(f"the log could not delete a conversation: it changed {RACES} times meanwhile")
+        await self._watching("delete a conversation", lambda transaction: self._delete(transaction, conversation))
 
     async def _delete(self, transaction: Any, conversation: Conversation) -> None:
         await transaction.watch(_responses(conversation.id))
@@ -108,6 +103,7 @@ class ValkeyStore:
         for id in ids:
             transaction.unlink(_response(id), _log(id))
             transaction.zrem(OPEN, _bytes(id))
+            transaction.zrem(EXPIRING, _bytes(id))
         transaction.unlink(_conversation(conversation.id), _items(conversation.id), _responses(conversation.id), *ours)
         transaction.zrem(_list(conversation.owner), _bytes(conversation.id))
         await transaction.execute()
@@ -118,35 +114,27 @@ class ValkeyStore:
             return {id.decode(): decode(record, Item) for id, record in records.items()}
 
     async def put_items(self, conversation: Conversation, items: Sequence[Item], unsaid: Sequence[str] = ()) -> None:
-        with _faults("write a conversation's items"):
-            async with self._client.pipeline() as transaction:
-                for _ in range(RACES):
-                    try:
-                        await transaction.watch(_conversation(conversation.id))
-                        if not await transaction.exists(_conversation(conversation.id)):
-                            return
-                        transaction.multi()
-                        _put_conversation(transaction, conversation, existing=True)
-                        _put_items(transaction, conversation, items)
-                        for response in unsaid:
-                            transaction.xtrim(_log(response), maxlen=0, approximate=False)
-                        await transaction.execute()
-                        return
-                    except WatchError:  # changed meanwhile, or the connection was lost: look again
-                        continue
-        raise StoreError(f"the log could not write a conversation's items: it changed {RACES} times meanwhile")
+        async def put(transaction: Any) -> None:
+            await transaction.watch(_conversation(conversation.id))
+            if not await transaction.exists(_conversation(conversation.id)):
+                return
+            transaction.multi()
+            _put_conversation(transaction, conversation, existing=True)
+            _put_items(transaction, conversation, items)
+            for response in unsaid:
+                transaction.xtrim(_log(response), maxlen=0, approximate=False)
+            await transaction.execute()
 
-    async def accept(self, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
-        with _faults("accept a turn"):
-            async with self._client.pipeline() as transaction:
-                for _ in range(RACES):
-                    try:
-                        return await self._accept(transaction, conversation, response, items)
-                    except WatchError:  # another submit with this message id came first, or the connection was lost: look again
-                        continue
-        raise StoreError(f"the log could not accept a turn: its message id changed hands {RACES} times meanwhile")
+        await self._watching("write a conversation's items", put)
 
-    async def _accept(self, transaction: Any, conversation: Conversation, response: Response, items: Sequence[Item]) -> Response | None:
+    async def accept(
+        self, conversation: Conversation, response: Response, items: Sequence[Item], existing: bool = False
+    ) -> Response | None:
+        return await self._watching("accept a turn", lambda transaction: self._accept(transaction, conversation, response, items, existing))
+
+    async def _accept(
+        self, transaction: Any, conversation: Conversation, response: Response, items: Sequence[Item], existing: bool
+    ) -> Response | None:
         key = None if response.client_message_id is None else _once(response.owner, response.client_message_id)
         if key is not None:
             await transaction.watch(key)
@@ -154,6 +142,11 @@ class ValkeyStore:
             if earlier is not None:
                 # Our own id: an attempt before this one was written and only its answer was lost.
                 return None if earlier.id == response.id else earlier
+        if existing:
+            followed = _response(response.previous) if response.previous else _conversation(conversation.id)
+            await transaction.watch(followed)
+            if not await transaction.exists(followed):
+                raise GoneError("what the turn follows was deleted meanwhile")
 
         transaction.multi()
         _put_conversation(transaction, conversation)
@@ -163,6 +156,8 @@ class ValkeyStore:
         # The log starts with an entry of index 0, so that appending can ask for a log that exists: a deleted one stays deleted.
         transaction.xadd(_log(response.id), {b"e": b""}, id=f"{EPOCH}-0")
         transaction.zadd(OPEN, {_bytes(response.id): response.created_at})
+        if response.expires_at is not None:
+            transaction.zadd(EXPIRING, {_bytes(response.id): response.expires_at})
         if key is not None:
             transaction.set(key, _bytes(response.id), ex=IDEMPOTENCY_SECONDS)
         await transaction.execute()
@@ -197,37 +192,24 @@ class ValkeyStore:
             return [decode(fields[b"e"], Entry) for _, fields in found]
 
     async def finish(self, response: Response, reply: Item) -> None:
-        with _faults("finish a reply"):
-            async with self._client.pipeline() as transaction:
-                for _ in range(RACES):
-                    try:
-                        await transaction.watch(_response(response.id))
-                        if not await transaction.exists(_response(response.id)):
-                            return
-                        transaction.multi()
-                        transaction.set(_response(response.id), encode(response))
-                        transaction.hset(_items(response.conversation), _bytes(reply.id), encode(reply))
-                        transaction.zrem(OPEN, _bytes(response.id))
-                        await transaction.execute()
-                        return
-                    except WatchError:  # deleted meanwhile, or the connection was lost: writing the same end twice is writing it once
-                        continue
-        raise StoreError(f"the log could not finish a reply: its record changed {RACES} times meanwhile")
+        async def end(transaction: Any) -> None:  # writing the same end twice is writing it once
+            await transaction.watch(_response(response.id))
+            if not await transaction.exists(_response(response.id)):
+                return
+            transaction.multi()
+            transaction.set(_response(response.id), encode(response))
+            transaction.hset(_items(response.conversation), _bytes(reply.id), encode(reply))
+            transaction.zrem(OPEN, _bytes(response.id))
+            await transaction.execute()
+
+        await self._watching("finish a reply", end)
 
     async def response(self, id: str) -> Response | None:
         with _faults("read a response"):
             return _decoded(await self._client.get(_response(id)), Response)
 
     async def delete_response(self, response: Response) -> None:
-        with _faults("delete a response"):
-            async with self._client.pipeline() as transaction:
-                for _ in range(RACES):
-                    try:
-                        await self._delete_response(transaction, response)
-                        return
-                    except WatchError:
-                        continue
-        raise StoreError(f"the log could not delete a response: its conversation changed {RACES} times meanwhile")
+        await self._watching("delete a response", lambda transaction: self._delete_response(transaction, response))
 
     async def _delete_response(self, transaction: Any, response: Response) -> None:
         await transaction.watch(_responses(response.conversation))
@@ -245,7 +227,13 @@ class ValkeyStore:
         transaction.unlink(_response(response.id), _log(response.id), *([once] if once is not None else []))
         transaction.srem(_responses(response.conversation), _bytes(response.id))
         transaction.zrem(OPEN, _bytes(response.id))
+        transaction.zrem(EXPIRING, _bytes(response.id))
         await transaction.execute()
+
+    async def expired(self, now: float, limit: int) -> list[Response]:
+        with _faults("read the responses that have expired"):
+            ids = await self._client.zrangebyscore(EXPIRING, "-inf", f"({now}", 0, limit)
+            return await self._records([_response(id.decode()) for id in ids], Response)
 
     async def open_responses(self) -> list[Response]:
         with _faults("read the open responses"):
@@ -259,6 +247,15 @@ class ValkeyStore:
     async def close(self) -> None:
         with _faults("be closed"):
             await self._client.aclose()
+
+    async def _watching(self, action: str, attempt: Callable[[Any], Awaitable[T]]) -> T:
+        """What `attempt` makes of a transaction that watches what it looks at: again if that has changed, or the connection was lost."""
+        with _faults(action):
+            async with self._client.pipeline() as transaction:
+                for _ in range(RACES):
+                    with suppress(WatchError):
+                        return await attempt(transaction)
+        raise StoreError(f"the log could not {action}: what it looked at changed {RACES} times meanwhile")
 
     async def _records(self, keys: list[bytes], kind: type[Record]) -> list[Record]:
         """The records that are still there, in the order of their keys."""

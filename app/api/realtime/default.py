@@ -14,7 +14,7 @@ from app.api.errors import ApiError
 from app.api.items import InputItem, add_said, said_of, wire_items
 from app.api.realtime.events import item_event, realtime_item
 from app.api.realtime.schema import MAX_ID, ItemCreate, ItemTruncate
-from app.api.telling import Wire
+from app.api.wire import Wire
 from app.conversations.errors import ConflictError, NotFoundError, shown
 from app.conversations.threads import Threads
 from app.conversations.turn import Said, said_again

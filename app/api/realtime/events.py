@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
-from app.api.telling import Teller, Wire
+from app.api.errors import failure
+from app.api.telling import Teller
+from app.api.wire import Wire
 from app.conversations.run import Run
 from app.store.records import Usage
 
@@ -93,19 +94,18 @@ def response_object(run: Run, output: list[Wire] | None) -> Wire:
     }
 
 
-def _status(run: Run) -> tuple[str, dict[str, Any] | None]:
+def _status(run: Run) -> tuple[str, Wire | None]:
     match run.response.status, run.response.reason:
         case "incomplete", "cancelled":
             return "cancelled", {"type": "cancelled", "reason": "client_cancelled"}
         case "incomplete", reason:
             return "incomplete", {"type": "incomplete", "reason": reason}
         case "failed", _:
-            error = {"type": "server_error", "code": "server_error", "message": run.response.error}
-            return "failed", {"type": "failed", "error": error}
+            return "failed", {"type": "failed", "error": failure(run.response).error}
     return "completed", None
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> Wire:
     return {
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "input_tokens": usage.prompt_tokens,

@@ -36,7 +36,7 @@ from app.api.realtime.schema import (
     SessionUpdate,
     read_event,
 )
-from app.api.telling import Wire
+from app.api.wire import Wire
 from app.conversations.run import Run
 from app.conversations.service import Conversations
 

@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator
-from typing import Any
 
+from app.api.errors import RESPONSES_CODES, failure
 from app.api.kept import entries, kept
 from app.api.telling import Teller
+from app.api.wire import Wire
 from app.conversations.run import Run
-from app.store.records import Usage
-
-Event = dict[str, Any]
+from app.store.records import Response, Usage
 
 
-async def follow(run: Run, after: int = -1) -> AsyncIterator[Event]:
+async def follow(run: Run, after: int = -1) -> AsyncIterator[Wire]:
     """The run's events with sequence numbers above `after`, live until its terminal one."""
     async for number, event in _numbered(_told(run)):
         if number > after:
             yield {"type": event.pop("type"), "sequence_number": number, **event}
 
 
-async def _numbered(events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, Event]]:
+async def _numbered(events: AsyncIterator[Wire]) -> AsyncIterator[tuple[int, Wire]]:
     numbers = itertools.count()
     async for event in events:
         yield next(numbers), event
 
 
-async def _told(run: Run) -> AsyncIterator[Event]:
+async def _told(run: Run) -> AsyncIterator[Wire]:
     begun = response_object(run, begun=True)
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -47,7 +46,7 @@ async def _told(run: Run) -> AsyncIterator[Event]:
     yield {"type": f"response.{run.response.status}", "response": response_object(run, teller.items)}
 
 
-def response_object(run: Run, output: list[Event] | None = None, *, begun: bool = False) -> dict[str, Any]:
+def response_object(run: Run, output: list[Wire] | None = None, *, begun: bool = False) -> Wire:
     """The response as it is now, or as it was when it had `begun`. A reply in the making is not in its output yet.
 
     `output`: its items, if they are at hand; they are made of the log otherwise, which alone knows their log probabilities.
@@ -66,7 +65,7 @@ def response_object(run: Run, output: list[Event] | None = None, *, begun: bool 
         "previous_response_id": response.previous,
         "instructions": asked.instructions,
         "output": (_output(run) if output is None else output) if ended else [],
-        "error": {"code": "server_error", "message": response.error} if status == "failed" else None,
+        "error": _error(response) if status == "failed" else None,
         "tools": asked.tools,
         "tool_choice": asked.tool_choice,
         "truncation": asked.truncation,
@@ -91,7 +90,12 @@ def response_object(run: Run, output: list[Event] | None = None, *, begun: bool 
     }
 
 
-def _output(run: Run) -> list[Event]:
+def _error(response: Response) -> Wire:
+    failed = failure(response)
+    return {"code": RESPONSES_CODES.get(failed.code or "", failed.code), "message": failed.message}
+
+
+def _output(run: Run) -> list[Wire]:
     """The items of a reply that has ended."""
     if not _spoken(run):
         return []
@@ -110,7 +114,7 @@ def _spoken(run: Run) -> bool:
     return run.response.request.generate and not run.reply.deleted
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> Wire:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},  # what is kept costs nobody anything

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from app.api.constraints import Constraints, FormatField, ToolField, constraints
-from app.api.decoding import MAX_MESSAGES, MAX_TOP_LOGPROBS, Metadata, SamplingFields, decode, refuse_unless, tier_used
+from app.api.decoding import MAX_MESSAGES, MAX_TOP_LOGPROBS, Metadata, SamplingFields, decode, digest_of, refuse_unless, tier_used
 from app.api.items import InputItem, said_of
 from app.api.sizes import FORM_BYTES, bounded
 from app.conversations.turn import Said, Turn
@@ -94,6 +94,7 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         """`model` is the name served. Raises: ApiError for what cannot be honoured"""
         self._refuse_unsupported()
         form = constraints(self.tools, self.tool_choice, self.parallel_tool_calls, self.text.format if self.text else None, "text.format")
+        key = (self.metadata or {}).get("client_message_id") or client_message_id
         conversation = self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
         return Turn(
             owner=owner,
@@ -102,7 +103,8 @@ class ResponseCreate(SamplingFields, kw_only=True, forbid_unknown_fields=True):
             instructions=self.instructions,
             previous=self.previous_response_id,
             conversation=conversation,
-            client_message_id=(self.metadata or {}).get("client_message_id") or client_message_id,
+            client_message_id=key,
+            asked_digest=digest_of(self) if key else b"",
             stored=self.store is not False,
             truncation="auto" if self.truncation == "auto" else "disabled",
             background=bool(self.background) or tier_used(self.service_tier) == "flex",

@@ -27,6 +27,7 @@ from app.api.responses.events import follow
 from app.api.responses.references import dereferenced
 from app.api.responses.schema import ClientEvent, ResponseCancel, ResponseCreate, ResponseSteer, read_create
 from app.api.responses.scratch import Scratch
+from app.api.wire import Wire
 from app.conversations.run import Run
 from app.conversations.service import Conversations
 from app.refusal import Refusal
@@ -209,7 +210,7 @@ class ResponsesSocket:
             log.error("a frame could not be answered", exc_info=fault)
         await self._send(refused.event, stream_id)
 
-    async def _send(self, event: dict[str, Any], stream_id: str | None) -> None:
+    async def _send(self, event: Wire, stream_id: str | None) -> None:
         if stream_id is not None:
             event = {**event, "stream_id": stream_id}
         await self._channel.send(event)

@@ -8,7 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.chat_reply import ChoiceTeller
+from app.api import chat_messages
+from app.api.chat_messages import CalledFunction, ChatMessage, ToolCall
+from app.api.chat_reply import ChatTeller
+from app.conversations.calls import as_told
 from app.store.records import Item, Logprob
 from engine.tool_calls import call_text
 
@@ -23,13 +26,28 @@ REPLIES = [
 ]
 
 
-def reply(calls: bool) -> Item:
-    return Item(id="msg_7", parent=None, role="assistant", text="", created_at=0, response="resp_7", calls=calls)
+PARTS = [
+    "",
+    " ",
+    "\n\n",
+    "\t",
+    "Let me see.",
+    "<tool_",
+    CALL,
+    CALL.removesuffix("\n</tool_call>"),
+    CALL.replace("\n", " "),
+    CALL[:-30],
+    CALL[:25],
+]
+
+
+def reply(calls: bool, text: str = "") -> Item:
+    return Item(id="msg_7", parent=None, role="assistant", text=text, created_at=0, response="resp_7", calls=calls)
 
 
 def told(pieces: list[str]) -> tuple[str, list[list[Any]], list[bytes]]:
     """What a client that puts the deltas together has: text, calls, the tokens of which it knows log probabilities."""
-    teller = ChoiceTeller(reply(calls=True))
+    teller = ChatTeller(reply(calls=True))
     parts = [part for piece in pieces for part in teller.tell(piece, [Logprob(piece.encode(), -1.0)])] + teller.end()
     text, calls, tokens = "", list[list[Any]](), list[bytes]()
     for delta, logprobs in parts:
@@ -51,6 +69,22 @@ def test_the_cuts_do_not_matter(text: str, cuts: list[int]) -> None:
     assert told(pieces)[:2] == told([text])[:2]
 
 
+@given(st.lists(st.sampled_from(PARTS), max_size=6).map("".join))
+def test_what_a_client_sends_back_is_known_again(text: str) -> None:
+    """Whatever blanks its calls stood between, and wherever it was cut."""
+    content, calls, _ = told([text])
+    message = ChatMessage("assistant", content or None, [ToolCall(id, CalledFunction(name, arguments)) for id, name, arguments in calls])
+    (said,) = chat_messages.said_of([message])
+    assert said.text == as_told(reply(True, text))
+    assert said.call_ids == tuple(id for id, _, _ in calls)
+    if not calls:
+        assert said.text == text
+    again = Item(
+        id="m", parent=None, role="assistant", text=said.text, created_at=0, response="r", calls=bool(calls), call_ids=[*said.call_ids]
+    )
+    assert as_told(again) == said.text
+
+
 def test_what_is_said_and_called() -> None:
     arguments = '{"city": "Paris </tool_call>"}'
     text, calls, _ = told([f"Let me see.\n{CALL}\n{CALL} Done."])
@@ -66,6 +100,6 @@ def test_log_probabilities_are_those_of_what_is_said() -> None:
 
 
 def test_without_tools_markup_is_text() -> None:
-    teller = ChoiceTeller(reply(calls=False))
+    teller = ChatTeller(reply(calls=False))
     assert teller.tell(CALL) == [({"content": CALL}, [])]
     assert teller.end() == [] and not teller.called

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -136,6 +138,20 @@ async def test_a_stream_that_breaks_off_says_so(running: InProcess, monkeypatch:
         gate.open()
         rest = await reader.readuntil(b"data: [DONE]\n\n")
     assert b'data: {"error":{"message":"the engine failed in a step: RuntimeError","type":"server_error","param":null' in rest
+
+
+async def test_a_grammar_that_fails_in_a_reply_is_told_by_name(running: InProcess) -> None:
+    """One that was accepted, and of which there is ever more to know."""
+    grows = 'start: s\ns: s s | s s s | "a" | ""'
+    held = {"response_format": {"type": "grammar", "grammar": grows}, "max_tokens": 200, "logit_bias": {"0": -100, "1": -100, "2": -100}}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.port}", timeout=60) as client:
+        asked = {"messages": [{"role": "user", "content": "hello"}], **held}
+        whole = await client.post(CHAT[0], json=asked)
+        error = whole.json()["error"]
+        assert (whole.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_grammar"), "no retry helps"
+        assert "held to its grammar" in error["message"]
+        streamed = await client.post(CHAT[0], json={**asked, "stream": True})
+        assert (streamed.status_code, error) == (200, json.loads(streamed.text.split("data: ")[-2])["error"])
 
 
 async def test_a_choice_that_cannot_begin_ends_the_others(running: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_sockets_too(server: Server) -> None:
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("# key owner\nkey-of-ana ana\nkey-of-ben ben\n")
-    running = Server(keys.parent / "data", "--api-key", str(keys), "--api-key", "key-of-nobody", "--log-level", "debug").start()
+    running = Server(keys.parent / "data", "--api-key", str(keys), "--api-key", "key-of-nobody-else", "--log-level", "debug").start()
     yield running
     running.stop()
     assert "/v1/responses" in running.log and "key-of-" not in running.log, "no key is ever logged, nor what was offered for one"
@@ -81,7 +81,7 @@ def test_without_a_key_nothing_but_the_page_and_health(locked: Server) -> None:
         for headers in ({}, {"Authorization": "Bearer key-of-cyd"}, {"api-key": "key-of-cyd"}):
             status = httpx.request(method, f"{locked.url}{path}", headers=headers).status_code
             assert (status == 401) is not public, path
-    for headers in ({"Authorization": "Bearer key-of-ana"}, {"api-key": "key-of-ana"}, {"api-key": "key-of-nobody"}):
+    for headers in ({"Authorization": "Bearer key-of-ana"}, {"api-key": "key-of-ana"}, {"api-key": "key-of-nobody-else"}):
         assert httpx.get(f"{locked.url}/v1/models", headers=headers).status_code == 200
 
 
@@ -165,7 +165,7 @@ def test_owners_see_nothing_of_each_other(locked: Server) -> None:
         assert real == answers("resp_" + "0" * 32, "conv_" + "0" * 32)
         assert "'status': 400" in real[0], "what a request refers to is a field of it"
         assert all("404" in one for one in real[1:])
-        for other in (ben, {"Authorization": "Bearer key-of-nobody"}):
+        for other in (ben, {"Authorization": "Bearer key-of-nobody-else"}):
             assert httpx.get(f"{locked.url}/v1/conversations", headers=other).json()["data"] == []
         hers.create(input="Long.", ignore_eos=True, max_output_tokens=30)
         running = hers.receive()["response"]["id"]

@@ -207,6 +207,10 @@ def test_idempotency_over_http(http: httpx.Client) -> None:
         assert http.post(path, json=body).json()["id"] != answers[0]["id"]
         response = answers[0]["id"].replace("chatcmpl-", "resp_")
         assert http.get(f"/v1/responses/{response}").json()["status"] == "incomplete", "a stored completion is a response"
+        other = http.post(path, json=body | {"temperature": 0.5}, headers={"Idempotency-Key": f"key of {path}"})
+        error = other.json()["error"]
+        assert (other.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "idempotency_error")
+        assert f"key of {path}" in error["message"]
     unstored = http.post("/v1/responses", json={"input": "Hi", "store": False}, headers={"Idempotency-Key": "x"})
     assert unstored.json()["error"]["param"] == "store"
 

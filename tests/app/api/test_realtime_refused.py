@@ -148,10 +148,10 @@ def test_a_model_by_either_of_its_names(new_server: Callable[..., Server]) -> No
 
 def test_keys_and_owners(new_server: Callable[..., Server]) -> None:
     """The key of a page: in a subprotocol, never echoed; an ephemeral one opens this alone, as its owner, with its settings."""
-    guarded = new_server("--api-key", "anas-key", "--api-key", "bobs-key").start()
+    guarded = new_server("--api-key", "key-of-ana-alone", "--api-key", "key-of-bob-alone").start()
     with pytest.raises(InvalidStatus):
         RealtimeWire(guarded.url)
-    offered = ["realtime", "openai-insecure-api-key.anas-key", "openai-beta.realtime-v1"]
+    offered = ["realtime", "openai-insecure-api-key.key-of-ana-alone", "openai-beta.realtime-v1"]
     with RealtimeWire(guarded.url, subprotocols=offered) as wire:
         assert wire.connection.subprotocol == "realtime"
         wire.say("Hello")
@@ -161,7 +161,7 @@ def test_keys_and_owners(new_server: Callable[..., Server]) -> None:
     assert httpx.post(secrets).status_code == 401
     settings = {"instructions": "Be brief.", "tools": [{"type": "function", "name": "f"}], "max_output_tokens": 5, "temperature": 0}
     asked = {"expires_after": {"anchor": "created_at", "seconds": 30}, "session": {"type": "realtime", **settings}}
-    made = httpx.post(secrets, json=asked, headers={"Authorization": "Bearer anas-key"}).json()
+    made = httpx.post(secrets, json=asked, headers={"Authorization": "Bearer key-of-ana-alone"}).json()
     assert 25 <= made["expires_at"] - time.time() <= 31
     shown = made["session"]
     offered = ["realtime", f"openai-insecure-api-key.{made['value']}"]
@@ -173,7 +173,7 @@ def test_keys_and_owners(new_server: Callable[..., Server]) -> None:
     for other in ({"Authorization": f"Bearer {made['value']}"},):
         assert httpx.get(f"{guarded.url}/v1/models", headers=other).status_code == 401
         assert httpx.post(secrets, headers=other).status_code == 401
-    bob = {"Authorization": "Bearer bobs-key"}
+    bob = {"Authorization": "Bearer key-of-bob-alone"}
     with RealtimeWire(guarded.url, f"?conversation={conversation}", additional_headers=bob) as stranger:
         assert stranger.opening["error"]["code"] == "conversation_not_found"
 

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from openai.types.realtime import RealtimeResponse
 from starlette.websockets import WebSocket
 
+from app.api.choices import finish_reason
+from app.api.errors import ApiError
 from app.api.models import Models
+from app.api.realtime.events import told
 from app.api.responses.events import follow
 from app.api.responses.socket import ResponsesSocket
 from app.conversations.run import Run
@@ -69,6 +73,28 @@ async def test_a_failure_is_one_terminal_event_with_what_was_said_before_it() ->
     assert ended["response"]["error"] == {"code": "server_error", "message": "the engine broke"}
     (message,) = ended["response"]["output"]
     assert (message["status"], message["content"][0]["text"]) == ("incomplete", "Hello")
+
+
+async def test_a_grammar_that_failed_in_a_reply_is_told_as_the_request_s_fault_in_every_protocol() -> None:
+    """It is not worth trying again, as the server's own faults are."""
+    message = "the reply could not be held to its grammar: too many items"
+    run = run_of("failed", error=message, error_code="invalid_grammar")
+    ended = (await events_of(run))[-1]["response"]
+    assert ended["error"] == {"code": "invalid_prompt", "message": message}, "one of the codes that clients know"
+    (*_, done) = [event async for event in told(run, None)]
+    assert done["response"]["status_details"]["error"] == {
+        "type": "invalid_request_error",
+        "code": "invalid_grammar",
+        "message": message,
+        "param": None,
+    }
+    RealtimeResponse.model_validate(done["response"], strict=True)
+    with pytest.raises(ApiError) as failed:
+        finish_reason(run.response)
+    assert (failed.value.refusal.status, failed.value.refusal.code, str(failed.value)) == (400, "invalid_grammar", message)
+    with pytest.raises(ApiError) as failed:
+        finish_reason(run_of("failed", error="the engine broke", error_code="engine_error").response)
+    assert (failed.value.refusal.status, failed.value.refusal.code) == (500, "server_error")
 
 
 async def test_every_end_and_every_beginning() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.conversations.errors import ConflictError, NotFoundError
+from app.api.errors import refusal
+from app.conversations.errors import ClosingError, ConflictError, NotFoundError
 from app.conversations.service import Conversations
 from app.store import StoreError
 from app.store.records import Conversation, Entry, Item, Response
@@ -280,6 +281,35 @@ async def test_deleting_while_a_turn_is_being_tokenised_leaves_nothing(
     assert await valkey.open_responses() == []
 
 
+@pytest.mark.parametrize("listed", [False, True])
+async def test_what_is_deleted_while_a_turn_after_it_is_tokenised_is_not_gone_on_with(
+    conversations: Conversations, valkey: ValkeyStore, batcher: Batcher, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    thread = await conversations.threads.create("ana", {}) if listed else None
+    first = await conversations.submit(turn(conversation=thread.id if thread else None))
+    await first.done()
+    real, asked, go_on = batcher.prompt, asyncio.Event(), asyncio.Event()
+
+    async def slow(*chat: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await real(*chat)
+
+    monkeypatch.setattr(batcher, "prompt", slow)
+    submitting = asyncio.create_task(conversations.submit(turn(previous=first.id)))
+    await asked.wait()
+    await conversations.delete_response("ana", first.id)
+    go_on.set()
+    with pytest.raises(NotFoundError) as refused:
+        await submitting
+    assert refused.value.code == "previous_response_not_found"
+    assert await valkey.open_responses() == []
+    assert len(await valkey.items(first.response.conversation)) == (2 if listed else 0), "what was said in a listed one stays"
+    assert (await valkey.conversation(first.response.conversation) is not None) == listed
+    if thread:
+        await (await conversations.submit(turn(conversation=thread.id))).done()
+
+
 async def test_a_response_that_nobody_carries_out_is_ended_when_asked_for(conversations: Conversations, valkey: ValkeyStore) -> None:
     """An accepted turn whose process lost the store's answer."""
     run = await conversations.submit(turn())
@@ -309,3 +339,8 @@ async def test_closing_ends_every_run(valkey: ValkeyStore, new_conversations: Ca
     await conversations.close()
     assert [run.response.reason for run in runs] == ["server_shutdown"] * 3
     assert await valkey.open_responses() == []
+    with pytest.raises(ClosingError) as refused:
+        await conversations.submit(turn())
+    assert (refusal(refused.value).status, refusal(refused.value).code) == (503, "server_shutdown")
+    assert await valkey.open_responses() == []
+    await conversations.close()

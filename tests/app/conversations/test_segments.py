@@ -18,6 +18,7 @@ from app.conversations.turn import Turn
 from app.store.memory import MemoryStore
 from app.store.records import Item, Role
 from engine.batcher import Batcher
+from engine.tool_calls import call_text
 from tests.app.conversations.asking import text_of, turn
 from tests.app.conversations.hostile import NEWLINE, NEWLINES, prompt_of, ran
 
@@ -160,6 +161,24 @@ def test_what_the_ledger_has_is_left_as_it_is_and_kept_with_the_reply() -> None:
     segments = Segments()
     segments.keep(segments.recall("ana", "f", None, path, new), reply("yes", 3))
     assert known(segments, [*said, ("assistant", "yes")]) == [None, None, None, None, None, [3]]
+
+
+def test_a_reply_with_calls_is_known_by_what_it_says_and_calls() -> None:
+    """A client is not told which blanks were between the two."""
+    segments, call = Segments(), call_text("look", "{}")
+    made = reply(f"\nI look. \n\n{call}", 1, 2)
+    made.calls = True
+    say(segments, HELLO, made)
+    back = items([*HELLO, ("assistant", f"\nI look.\n{call}")])
+    back[1].calls, back[1].call_ids = True, ["c"]
+    segments.recall("ana", "f", None, [], back)
+    assert back[1].ids == [1, 2]
+    path = [*items(HELLO), made]  # in the ledger it has its blanks, and what follows it is known by the same chat
+    following = items([("user", "so")])
+    segments.keep(segments.recall("ana", "f", None, path, following), reply("yes", 3))
+    whole = [*back, *items([("user", "so"), ("assistant", "yes")])]
+    segments.recall("ana", "f", None, [], whole)
+    assert whole[-1].ids == [3]
 
 
 def test_it_is_bounded_in_tokens_and_forgets_the_end_of_what_was_not_used_longest() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -157,6 +158,37 @@ async def test_a_repeated_message_runs_once(conversations: Conversations, batche
     assert await text_of(again) == await text_of(runs[0])
     assert next(batcher._ids) == before + 2, "one engine request"
     assert (await conversations.submit(turn(client_message_id="m", owner="ben"))).id != runs[0].id
+
+
+async def test_what_does_not_last_is_forgotten_with_its_key_after_a_day(
+    conversations: Conversations, valkey: ValkeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = [await conversations.submit(turn(client_message_id=key, lasting=False)) for key in ("kept", "followed")]
+    lasting = await conversations.submit(turn(client_message_id="lasting"))
+    await asyncio.gather(*(run.done() for run in (*brief, lasting)))
+    following = await conversations.submit(turn(previous=brief[1].id))
+    await following.done()
+    now = time.time()
+    for hours, left in ((23, 3), (25, 1)):
+        monkeypatch.setattr("app.conversations.service.time.time", lambda now=now + 3600 * hours: now)
+        await (await conversations.submit(turn(client_message_id=f"after {hours}", lasting=False))).done()
+        await asyncio.gather(*conversations._tasks)
+        found = [await valkey.response(run.id) for run in (*brief, lasting)]
+        assert sum(response is not None for response in found) == left
+    assert await valkey.items(brief[0].response.conversation) == {}
+    assert len(await valkey.items(brief[1].response.conversation)) == 4, "what was built on it needs it"
+    assert (await conversations.submit(turn(client_message_id="kept", lasting=False))).id != brief[0].id
+
+
+async def test_a_message_id_that_comes_with_something_else_is_refused(conversations: Conversations, valkey: ValkeyStore) -> None:
+    run = await conversations.submit(turn(client_message_id="other", asked_digest=b"1"))
+    for other in (turn("what then", client_message_id="other", asked_digest=b"2"), turn(client_message_id="other")):
+        with pytest.raises(ConversationError, match="first sent with") as refused:
+            await conversations.submit(other)
+        assert refused.value.code == "idempotency_error"
+    assert (await conversations.submit(turn(client_message_id="other", asked_digest=b"1"))).id == run.id
+    await run.done()
+    assert await valkey.open_responses() == []
 
 
 async def test_owners_do_not_exist_for_each_other(conversations: Conversations) -> None:

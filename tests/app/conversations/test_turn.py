@@ -9,7 +9,7 @@ import pytest
 from app.conversations.errors import ConversationError
 from app.conversations.service import Conversations
 from app.conversations.turn import Said, reply_of, response_of, said_again
-from app.store.records import Asked
+from app.store.records import Asked, Item
 from engine.tool_calls import call_text
 from tests.app.conversations.asking import text_of, turn
 
@@ -29,6 +29,12 @@ async def test_what_is_said_again_is_the_same_chat(conversations: Conversations)
     said = [Said("user", "hi"), Said("assistant", call_text("look", "{}"), ("c1",)), Said("tool", "4", call_id="c1"), Said("user", "so")]
     thread = await conversations.threads.create("ana", {}, said)
     assert [said_again(item) for item in await conversations.threads.items("ana", thread.id)] == said
+
+
+async def test_a_reply_is_said_again_as_a_client_was_told_it() -> None:
+    call = call_text("look", "{}")
+    reply = Item(id="msg_1f", parent=None, role="assistant", text=f"I look. \n\n{call}", created_at=0, response="resp_1f", calls=True)
+    assert said_again(reply) == Said("assistant", f"I look.\n{call}", ("call_1f_0",))
 
 
 async def test_a_conversation_may_be_given_its_id(conversations: Conversations) -> None:

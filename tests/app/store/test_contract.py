@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.store import RefusedError, Store, StoreError
+from app.store import GoneError, RefusedError, Store, StoreError
 from app.store.memory import MemoryStore
 from app.store.records import Asked, Conversation, Entry, Item, Response, Usage
 from app.store.valkey import ValkeyStore
@@ -175,6 +175,46 @@ async def test_listing(store: Store) -> None:
     threads[1].updated_at = 10.0
     await store.accept(threads[1], response, items)
     assert (await store.conversations("ana", 1))[0] == threads[1]
+
+
+async def test_what_does_not_last_is_told_when_its_time_is_over_until_it_is_deleted(store: Store) -> None:
+    made = []
+    for expires_at in (20.0, None, 10.0, 5.0, 4.0):
+        thread = conversation(listed=expires_at == 5.0)
+        response, items = turn(thread)
+        response.expires_at = expires_at
+        await store.accept(thread, response, items)
+        made.append((thread, response))
+    (_, twenty), _, (_, ten), (_, five), (thread, four) = made
+    assert await store.expired(4.0, 9) == []
+    assert await store.expired(25.0, 9) == [four, five, ten, twenty]
+    assert await store.expired(25.0, 2) == [four, five]
+    await store.delete_response(ten)
+    await store.delete_response(five)
+    await store.delete_conversation(thread)
+    assert await store.expired(1e12, 1) == [twenty]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_nothing_goes_on_after_what_was_deleted(store: Store, listed: bool) -> None:
+    thread = conversation(listed=listed)
+    first, items = turn(thread)
+    await store.accept(thread, first, items)
+    response, more = turn(thread)
+    response.previous = first.id
+    await store.delete_response(first)
+    with pytest.raises(GoneError):
+        await store.accept(thread, response, more, True)
+    assert await store.response(response.id) is None
+    assert await store.open_responses() == []
+    assert await store.items(thread.id) == ({items[0].id: items[0]} if listed else {})
+    assert (await store.conversation(thread.id) is not None) == listed
+    response.previous = None  # by the conversation's name
+    await store.delete_conversation(thread)
+    with pytest.raises(GoneError):
+        await store.accept(thread, response, more, True)
+    assert await store.conversation(thread.id) is None
+    assert await store.items(thread.id) == {}
 
 
 async def test_deleting_leaves_nothing_and_nothing_comes_back(store: Store) -> None:
