@@ -60,6 +60,7 @@ class Batcher:
         self._engine: Engine | None = None
         self._thread: threading.Thread | None = None
         self._tokenising = ThreadPoolExecutor(2, "tokeniser")
+        self._compiling = ThreadPoolExecutor(2, "grammar")  # a bad one may take seconds, for which nobody's prompt waits
         self._settled = asyncio.Event()
         self._ids = itertools.count()
         self._live: dict[int, Generation] = {}
@@ -84,6 +85,7 @@ class Batcher:
         if self._thread:
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
         self._tokenising.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._end_all(FinishReason.CANCELLED, None)
 
     async def settled(self) -> Ready:
@@ -152,7 +154,7 @@ class Batcher:
         """
         self.ready()
         assert self._engine
-        await self._loop.run_in_executor(self._tokenising, self._engine.grammars.compiled, grammar)
+        await self._loop.run_in_executor(self._compiling, self._engine.grammars.compiled, grammar)
 
     def check(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse now what can never run. Raises: NotReadyError, RequestError"""
@@ -179,7 +181,7 @@ class Batcher:
             sequence.compiled = compiled
             self._arrive(sequence)
         else:
-            compiling = self._loop.run_in_executor(self._tokenising, self._engine.grammars.compiled, grammar)
+            compiling = self._loop.run_in_executor(self._compiling, self._engine.grammars.compiled, grammar)
             compiling.add_done_callback(partial(self._compiled, sequence))
 
     def _compiled(self, sequence: core.Sequence, compiling: asyncio.Future[Compiled]) -> None:

@@ -23,7 +23,8 @@ from engine.chat_template import ChatTemplate
 from engine.core import Delta, EngineOptions, FinishReason, Message, RequestError, Save, Score, Sequence, StepPlan, StepResult
 from engine.cost import StepCost
 from engine.decoder import Decoder, load_decoder, sources_digest
-from engine.grammar import Grammars, Guides
+from engine.grammar import Grammars
+from engine.grammar_guides import Guides
 from engine.offload import Store, open_store
 from engine.prefix_cache import PrefixCache
 from engine.reply import Reply
@@ -72,7 +73,7 @@ class Engine:
             store.close()
             store = None
         self.grammars = Grammars(self.tokenizer, config.vocab_size, checkpoint.eos_ids)
-        self.guides = Guides(self.grammars, config.vocab_size)
+        self.guides = Guides(self.grammars)
         self.runner = Runner(decoder, options.block_size, store, self.guides)
         self.scheduler = Scheduler(self._pool(options, store), _limits(checkpoint, options), cost)
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -191,6 +192,7 @@ class Engine:
         """Whose replies end with this step, and why. The others' have taken in what it brought."""
         faults: dict[Sequence, str] = {}
         tokens = iter(result.tokens)
+        taken: dict[Sequence, int] = {}
         for chunk in plan.chunks:
             sequence, reply = chunk.sequence, self._replies[chunk.sequence.id]
             token = next(tokens) if chunk.samples else 0
@@ -199,11 +201,16 @@ class Engine:
                 faults[sequence] = NO_NUMBERS
                 continue
             reply.know(chunk.start + 1, scores)
-            if chunk.samples and reply.guide:
-                reply.guide.take(token)
-                if reply.guide.fault:
-                    faults[sequence] = f"the reply could not be held to its grammar: {reply.guide.fault}"
-        return faults
+            if chunk.samples:
+                taken[sequence] = token
+        return faults | self._held(taken)
+
+    def _held(self, taken: dict[Sequence, int]) -> dict[Sequence, str]:
+        """Has the guides take the tokens of the replies that have one. Whose cannot go on, and why."""
+        guides = {sequence: guide for sequence in taken if (guide := self._replies[sequence.id].guide)}
+        self.guides.take([(guide, [taken[sequence]]) for sequence, guide in guides.items()])
+        said = "the reply could not be held to its grammar"
+        return {sequence: f"{said}: {guide.fault}" for sequence, guide in guides.items() if guide.fault}
 
     def _delta(self, sampled: Sampled, score: Score | None) -> Delta:
         sequence, token, finish = sampled.sequence, sampled.token, sampled.finish
@@ -237,8 +244,8 @@ class Engine:
         )
 
     def _fail(self, sequence: Sequence, fault: str) -> Delta:
-        self.scheduler.finish(sequence)
         guide = self._replies[sequence.id].guide
+        self.scheduler.finish(sequence)
         last = replace(self._last(sequence, FinishReason.ERROR), error=fault)
         return replace(last, error_code="invalid_grammar") if guide and guide.fault else last
 

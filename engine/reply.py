@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from engine.core import Score, Sequence, TokenLogprob
 from engine.detokenizer import TextStream
-from engine.grammar import Guide
+from engine.grammar_guides import Guide
 from engine.logprobs import spelled
 from engine.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.core import CacheNode, Copy, Load, Move, Save, Score, Sequence, StepPlan, StepResult
 from engine.decoder import Decoder, Logits
-from engine.grammar import Guides
+from engine.grammar_guides import Guides
 from engine.kernels.batch import Batch, Span
 from engine.logprobs import Distribution
 from engine.offload import Store
@@ -82,7 +82,7 @@ class Runner:
             asked = {row: Distribution(logits[row]) for row, sequence in enumerate(sampling) if sequence.sampling.logprobs >= 0}
             prompts = _prompt_scores(plan, logits[len(sampling) :])
         finally:
-            forbidden = masks.result() if masks else []
+            forbidden = masks() if masks else []
         for row, mask in enumerate(forbidden):
             if mask is not None and not np.isnan(logits[row]).any():  # or nobody would see that its numbers are none
                 logits[row, mask] = -np.inf

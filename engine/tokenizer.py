@@ -52,6 +52,7 @@ class Tokenizer:
         control = [token for token in added if token["special"] or token["content"].strip()]  # runs of blanks are mere vocabulary
         plain = [token for token in added if token not in control]
 
+        self.path = Path(path)
         self.eos_ids = frozenset(eos_ids)
         self.control: Mapping[str, int] = {token["content"]: token["id"] for token in control}
         self.special_ids = frozenset(token["id"] for token in added if token["special"])  # never part of visible text

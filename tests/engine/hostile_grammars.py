@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,10 @@ def say(text: str) -> None:
 def main(tokenizer_path: Path, eos_ids: list[int], unbounded: bool) -> None:
     from engine import grammar, grammar_bounds
     from engine.core import Grammar, RequestError, Tool
+    from engine.grammar_guides import Guides
     from engine.tokenizer import Tokenizer
     from engine.tool_grammar import required
+    from tests.engine.guiding import Walk
 
     if unbounded:
         grammar_bounds.MOST_LEVELS = grammar_bounds.MOST_RULES = 10**9
@@ -125,19 +126,15 @@ def main(tokenizer_path: Path, eos_ids: list[int], unbounded: bool) -> None:
                 except RequestError as refused:
                     say(f"{str(refused)[:160]} ")
 
-    def begin() -> None:
-        for compiled in accepted:
-            guide = grammar.Guide(compiled)
-            for _ in range(40):
-                mask = guide.mask(300)
-                if mask is None or guide.done:
-                    break
-                guide.take(int((~mask).nonzero()[0][-1]))
-
-    threading.stack_size(256 * 1024)  # where replies go on nothing recurses
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
+    guides = Guides(compiler)
+    for compiled in accepted:
+        walk = Walk(guides, compiled)
+        for _ in range(40):
+            mask = walk.mask()
+            if mask is None or walk.done:
+                break
+            walk.take(int((~mask).nonzero()[0][-1]))
+    compiler.close()
     say("\nalive\n")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,28 @@ from engine import grammar as grammars
 from engine import grammar_bounds
 from engine.batcher import Batcher
 from engine.core import FinishReason, Grammar, NotReadyError, RequestError
-from engine.grammar import Compiled, Grammars, Guide
+from engine.grammar import Compiled, Grammars
+from engine.grammar_guides import Guides
 from engine.tokenizer import Tokenizer
 from engine.weights.checkpoint import Checkpoint
 from tests.engine import tiny
 from tests.engine.batching import batcher, collect, greedy, options, until
+from tests.engine.guiding import Walk
 from tests.engine.test_grammar import LARK, REGEX, SCHEMA, text_of
 
 __all__ = ["batcher"]
 
 
 @pytest.fixture(scope="module")
-def compiler(tiny_checkpoint: Checkpoint) -> Grammars:
-    return Grammars(Tokenizer(tiny_checkpoint.tokenizer_path, tiny_checkpoint.eos_ids), 300, tiny_checkpoint.eos_ids)
+def compiler(tiny_checkpoint: Checkpoint) -> Iterator[Grammars]:
+    made = Grammars(Tokenizer(tiny_checkpoint.tokenizer_path, tiny_checkpoint.eos_ids), 300, tiny_checkpoint.eos_ids)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def guides(compiler: Grammars) -> Guides:
+    return Guides(compiler)
 
 
 # What is no grammar, or too much of one
@@ -94,26 +105,26 @@ def test_what_no_reply_can_be_held_to_is_refused(compiler: Grammars, kind: Any, 
         r"(\p{L}{1,500}\w{0,500}){0,50}",
     ],
 )
-def test_a_nasty_expression_has_small_masks_or_an_error(compiler: Grammars, source: str) -> None:
+def test_a_nasty_expression_has_small_masks_or_an_error(guides: Guides, source: str) -> None:
     """Its lexer's states are counted, and when there are too many the reply ends."""
     try:
-        guide = Guide(compiler.compiled(Grammar("regex", source)))
+        walk = Walk(guides, guides.grammars.compiled(Grammar("regex", source)))
     except RequestError as refused:  # better still: before the reply
         assert "too many" in str(refused)
         return
     chance = random.Random(0)
     for _ in range(400):
-        mask = guide.mask(300)
+        mask = walk.mask()
         if mask is None:
-            assert guide.fault
+            assert walk.fault
             return
         allowed = [int(token) for token in np.flatnonzero(~mask) if token != tiny.EOS]
-        guide.take(chance.choice(allowed))
-        if guide.done:
+        walk.take(chance.choice(allowed))
+        if walk.done:
             return
 
 
-def test_ordinary_grammars_fit_the_limits(compiler: Grammars) -> None:
+def test_ordinary_grammars_fit_the_limits(guides: Guides) -> None:
     for schema in (
         nested(30),
         {"enum": [f"value number {i}" for i in range(10_000)]},
@@ -122,36 +133,36 @@ def test_ordinary_grammars_fit_the_limits(compiler: Grammars) -> None:
         {"type": "number", "multipleOf": 0.01},
         {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}},
     ):
-        guide = Guide(compiler.compiled(Grammar("json_schema", json.dumps(schema))))
+        walk = Walk(guides, guides.grammars.compiled(Grammar("json_schema", json.dumps(schema))))
         for _ in range(20):
-            mask = guide.mask(300)
-            assert mask is not None, guide.fault
-            guide.take(int(np.flatnonzero(~mask)[-1]))
-            if guide.done:
+            mask = walk.mask()
+            assert mask is not None, walk.fault
+            walk.take(int(np.flatnonzero(~mask)[-1]))
+            if walk.done:
                 break
 
 
-def test_blanks_in_json_are_few(compiler: Grammars) -> None:
+def test_blanks_in_json_are_few(guides: Guides) -> None:
     """And a schema cannot ask for others."""
     source = json.dumps(SCHEMA | {"x-guidance": {"whitespace_pattern": " +", "item_separator": "x"}})
-    guide = Guide(compiler.compiled(Grammar("json_schema", source)))
+    walk = Walk(guides, guides.grammars.compiled(Grammar("json_schema", source)))
     space, brace = tiny.vocabulary().index("Ġ"), tiny.vocabulary().index("{")
     for allowed, token in [(True, brace), *[(True, space)] * 16, (False, space)]:
-        mask = guide.mask(300)
+        mask = walk.mask()
         assert mask is not None
         assert bool(mask[token]) is not allowed
-        guide.take(token)
-    assert guide.fault
+        walk.take(token)
+    assert walk.fault
 
 
-def test_control_tokens_are_no_text(compiler: Grammars) -> None:
+def test_control_tokens_are_no_text(guides: Guides) -> None:
     """`<|im_end|>` typed in a reply is letters; as a token it ends it, or is what a grammar names."""
-    guide = Guide(compiler.compiled(Grammar("regex", r".+")))
-    mask = guide.mask(300)
+    walk = Walk(guides, guides.grammars.compiled(Grammar("regex", r".+")))
+    mask = walk.mask()
     assert mask is not None
     assert mask[:3].all()
-    guide = Guide(compiler.compiled(Grammar("lark", "start: <|im_start|> /x/")))
-    mask = guide.mask(300)
+    walk = Walk(guides, guides.grammars.compiled(Grammar("lark", "start: <|im_start|> /x/")))
+    mask = walk.mask()
     assert mask is not None
     assert np.flatnonzero(~mask).tolist() == [tiny.BOS]
 
@@ -192,7 +203,7 @@ async def test_a_batcher_compiles_off_the_loop(batcher: Batcher, monkeypatch: py
         assert re.fullmatch(grammar.source, text_of(deltas))
         assert deltas[-1].finish is FinishReason.STOP
     assert len(threads) == 3
-    assert all(name.startswith("tokeniser") for name in threads)
+    assert all(name.startswith("grammar") for name in threads)
     last = (await collect(batcher.session(b"a").generate([3, 4], greedy(grammar=Grammar("regex", ")")))))[-1]
     assert last.finish is FinishReason.ERROR
     assert "expected a regular expression" in str(last.error)
@@ -220,6 +231,18 @@ async def test_a_reply_can_be_cancelled_while_its_grammar_is_compiled(batcher: B
     assert batcher.live == 0
     assert not batcher._arrivals
     assert len(batcher._engine.steps) == 0
+
+
+async def test_no_prompt_waits_for_grammars(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batcher._engine
+    release = threading.Event()
+    monkeypatch.setattr(batcher._engine.grammars, "compiled", lambda _: release.wait(30))
+    slow = [asyncio.ensure_future(batcher.compile(Grammar("regex", f"{number}"))) for number in range(4)]
+    await asyncio.sleep(0)
+    assert await batcher.encode("hello")
+    assert not any(compiling.done() for compiling in slow)
+    release.set()
+    await asyncio.gather(*slow)
 
 
 async def test_nothing_is_compiled_before_the_model_is_there(tiny_folder: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.core import Grammar, RequestError, Tool
 from engine.grammar import Compiled, Grammars
+from engine.grammar_library import Library
 from engine.tokenizer import Tokenizer
 from engine.tool_calls import (
     CLOSE,
@@ -262,6 +263,7 @@ class Enforcer:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer = tokenizer
         self._grammars = Grammars(tokenizer, vocab_size, sorted(tokenizer.eos_ids))
+        self._library = Library(tokenizer, vocab_size, sorted(tokenizer.eos_ids))
 
     def refuses(self, grammar: Grammar) -> bool:
         try:
@@ -275,7 +277,7 @@ class Enforcer:
 
     def accepts(self, grammar: Grammar, reply: str | list[int]) -> bool:
         """`reply` may be generated, and be whole."""
-        matcher = self._grammars.compiled(grammar).matcher()
+        matcher = self._library.matcher(Grammar(*self._grammars.compiled(grammar).source))
         ids = self.tokenizer.encode_plain(reply) if isinstance(reply, str) else reply
         return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
