@@ -11,6 +11,7 @@ other arithmetic are never taken for these. It holds what people said, so only i
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -166,15 +167,27 @@ class FileStore:
         return True
 
     def records(self) -> Iterator[Record]:
+        """Raises: EngineError when they can neither be read nor removed"""
         size = self._record_bytes
         try:
-            written = os.pread(self._file, self.slots * size, 0)
+            written = _read_all(self._file, self.slots * size)
         except OSError as fault:
-            log.warning("what was kept in %s cannot be read: %s", self.where, fault.strerror)
+            self._empty(fault)
             return
-        for slot in range(len(written) // size):
+        for slot in range(self.slots):
             if found := self._record(slot, written[slot * size : (slot + 1) * size]):
                 yield found[0]
+
+    def _empty(self, fault: OSError) -> None:
+        """What cannot be read now may be readable at the next start, and would then be taken for what follows blocks that are written from
+        now on, under the same names."""
+        log.warning("what was kept in %s cannot be read, and is removed: %s", self.where, fault.strerror)
+        try:
+            os.truncate(self._file, 0)
+            os.truncate(self._file, self._blocks_at + self.slots * self._stride)
+        except OSError as again:
+            message = f"expected an offload folder whose file can be read or emptied, got {self.where}: {again.strerror}"
+            raise EngineError(message) from fault
 
     def measure(self) -> tuple[float, float]:
         """From the disk, not from what the system has of it in memory; there, as far as a save waits for it."""
@@ -234,6 +247,17 @@ def _open(path: Path, size: int) -> int:
         os.close(file)
         raise
     return file
+
+
+def _read_all(file: int, size: int) -> bytes:
+    """The first bytes of a file. Raises: OSError, also when it has fewer"""
+    data = bytearray()
+    while len(data) < size:
+        part = os.pread(file, size - len(data), len(data))
+        if not part:
+            raise OSError(errno.EIO, f"expected {size} bytes, got {len(data)}")
+        data += part
+    return bytes(data)
 
 
 def _write_all(file: int, data: memoryview, at: int) -> None:

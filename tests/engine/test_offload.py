@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -74,6 +74,47 @@ def test_what_a_file_holds_is_told(tmp_path: Path) -> None:
     store = file_store(tmp_path)
     assert list(store.records()) == [Record(node.slot, node.id, node.parent.id, ROOT, node.tokens) for node in made if node.parent]
     assert [read(store, node) for node in made] == PATTERNS
+    store.close()
+
+
+@pytest.mark.parametrize("fault", ["an error", "an early end"])
+def test_what_could_not_be_read_once_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """E3: names are given out anew after it, and must not meet what had them before."""
+    store = file_store(tmp_path)
+    fill(store)
+    store.close()
+
+    def pread(file: int, size: int, at: int) -> bytes:
+        if fault == "an error":
+            raise OSError(errno.EIO, "Input/output error")
+        return b"" if at else bytes(RECORD)
+
+    store = file_store(tmp_path)
+    with monkeypatch.context() as context:
+        context.setattr(os, "pread", pread)
+        assert list(store.records()) == []
+    assert "cannot be read, and is removed" in caplog.text
+    (fresh,) = nodes(1)
+    store.write(3, fresh, memoryview(PATTERNS[0]))
+    store.close()
+    store = file_store(tmp_path)
+    assert [record.slot for record in store.records()] == [3]
+    store.close()
+
+
+def test_a_file_that_can_neither_be_read_nor_emptied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = file_store(tmp_path)
+
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "pread", fail)
+        context.setattr(os, "truncate", fail)
+        with pytest.raises(EngineError, match=r"can be read or emptied, got .*Input/output error"):
+            list(store.records())
     store.close()
 
 
