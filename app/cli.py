@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib.metadata
 import logging
 import runpy
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -216,6 +217,8 @@ def _server(app: ASGIApp, settings: Settings, url: str) -> uvicorn.Server:
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            if settled := self.lifespan.state.get("settled"):
+                self.settling = asyncio.create_task(_settle(settled))
             if self.started and not self.should_exit:
                 sys.stdout.write(f"Hocket is ready: {url}\n")
                 sys.stdout.flush()
@@ -327,6 +330,17 @@ def _version() -> str:
         return importlib.metadata.version("hocket")
     except importlib.metadata.PackageNotFoundError:
         return "(run from a checkout, not installed)"
+
+
+async def _settle(settled: Callable[[], Awaitable[object]]) -> None:
+    """What there is once the model is loaded stays. To look through it for garbage again and again would hold up every stream, for a tenth
+    of a second each time."""
+    from engine.core import EngineError
+
+    with contextlib.suppress(EngineError):
+        await settled()
+    gc.collect()
+    gc.freeze()
 
 
 def _authority(host: str, port: int) -> str:

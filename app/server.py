@@ -73,7 +73,8 @@ def create_app(settings: Settings) -> ASGIApp:
             app.router.routes += [route for adapter in adapters for route in adapter.routes] + page.routes()
             batcher.start()
             try:
-                yield {"end_runs": conversations.close}  # for the process, before it closes connections: they then wait for nothing
+                # For the process. Runs are ended before it closes connections, which then wait for nothing.
+                yield {"settled": batcher.settled, "end_runs": conversations.close}
             finally:
                 await conversations.close()
                 await batcher.close()

@@ -27,13 +27,15 @@ ROOT = Path(cli.__file__).parent.parent
 
 # A server with a small app in place of Hocket's own: these tests are about the process around it.
 SERVE = """
-import asyncio, sys, types
+import asyncio, gc, sys, types
 from app.store import StoreError
 
 def create_app(settings):
+    loaded = asyncio.Event()
     async def app(scope, receive, send):
         if scope["type"] == "lifespan":
             await receive()
+            scope["state"]["settled"] = loaded.wait
             if settings.model == "broken":
                 fault = StoreError("expected a data folder of its own, but another Hocket is using it")
                 await send({"type": "lifespan.startup.failed", "message": "Traceback: something long"})
@@ -44,8 +46,14 @@ def create_app(settings):
             sys.stderr.write("stopped\\n"); sys.stderr.flush()
             await send({"type": "lifespan.shutdown.complete"})
         elif scope["type"] == "http":
+            if scope["path"] == "/load":
+                loaded.set()
+            if scope["path"] in ("/load", "/frozen"):
+                answer = str(gc.get_freeze_count()).encode()
+            else:
+                answer = b"torch" if "torch" in sys.modules else b"light"
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": b"torch" if "torch" in sys.modules else b"light"})
+            await send({"type": "http.response.body", "body": answer})
         elif scope["path"] == "/refused":
             await receive()
             await send({"type": "websocket.http.response.start", "status": 401, "headers": []})
@@ -197,6 +205,20 @@ async def test_a_start_that_people_can_mend_is_told_in_a_line() -> None:
         assert process.returncode == 1
         assert out == b""
         assert b"another Hocket is using it" in log and b"Traceback" not in log
+
+
+async def test_what_is_loaded_is_not_looked_through_for_garbage() -> None:
+    async with serving("--port", "0") as process:
+        url = await ready(process)
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/frozen")).text == "0"
+            assert (await client.get("/load")).text == "0"
+            for _ in range(100):
+                if (frozen := int((await client.get("/frozen")).text)) > 0:
+                    break
+        assert frozen > 10_000
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
 
 
 async def test_a_port_in_use_ends_before_anything_starts() -> None:
