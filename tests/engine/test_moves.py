@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.core import CacheNode, Load, Save
+from engine.cost import StepCost
+from engine.scheduler import Limits, Scheduler
+from tests.engine.fakes import sequence
 from tests.engine.test_blocks import LONG, chain, end, known, pool_of, push_out, ran
 
 
@@ -303,3 +308,17 @@ def test_no_more_is_saved_for_all_that_is_given_up_than_the_step_may() -> None:
     table.append(pool.allocate())
     assert pool.saves == 1, "the next step may again"
     pool.check([table])
+
+
+@pytest.mark.parametrize(("load", "brought", "run"), [(1.0, 2, 2), (2.0, 2, 2), (3.0, 1, 5), (4.0, 1, 5)])
+def test_the_part_of_a_block_comes_back_where_that_takes_less_than_computing_it(load: float, brought: int, run: int) -> None:
+    """Three tokens of it, at a millisecond a row."""
+    pool = pool_of(6, slots=6, size=4)
+    cost = StepCost(((1, 1.0), (64, 64.0)), pair=0.0, read=0.0, load=load)
+    scheduler = Scheduler(pool, Limits(4, 64, 64, frozenset()), cost)
+    end(pool, ran(pool, [*range(7)]))
+    push_out(pool)
+    pool.take_moves()
+    plan = scheduler.plan([sequence(1, [*range(7), 8, 9])])
+    assert sum(isinstance(move, Load) for move in plan.moves) == brought
+    assert [len(chunk.tokens) for chunk in plan.chunks] == [run]
