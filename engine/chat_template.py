@@ -82,7 +82,7 @@ class ChatTemplate:
             parts = re.split(f"([{''.join(markers)}])", rendered) if markers else [rendered]
             repeated = [marker for marker, count in Counter(parts[1::2]).items() if count > 1]
             if not repeated:
-                return self._assemble(chat.cut(parts, markers), markers, messages, chat.mask)
+                return self._assemble(chat.cut(parts, markers), markers, messages, chat)
             for marker in repeated:  # the template quotes this reply: only its text can stand in two places
                 del markers[marker]
 
@@ -124,20 +124,29 @@ class ChatTemplate:
         except Exception as fault:  # a template may run into any error that Python has
             raise ModelError(f"the model's chat template failed: {type(fault).__name__}: {fault}") from fault
 
-    def _assemble(self, parts: list[str], markers: dict[str, int], messages: Sequence[Message], mask: Mask) -> Prompt:
+    def _assemble(self, parts: list[str], markers: dict[str, int], messages: Sequence[Message], chat: _Chat) -> Prompt:
         """`parts`: gaps and markers in turn, a gap at both ends."""
         ids: list[int] = []
         ends: dict[int, int] = {}
         for gap, marker in zip(parts[:-1:2], parts[1::2], strict=True):
-            reply = messages[markers[marker]]
-            pieces = self._pieces(gap, mask)
-            known = reply.lead_digest in (_digest(lead, first=not ids) for lead in _leads(pieces))
-            ids += reply.lead_ids if known else self._encode(pieces, first=not ids)
-            ids += reply.ids or ()
+            reply, first = messages[markers[marker]], not ids
+            pieces = self._pieces(gap, chat.mask)
+            known = reply.lead_digest in (_digest(lead, first) for lead in _leads(pieces))
+            lead = list(reply.lead_ids) if known else self._encode(pieces, first)
+            ids += [*lead, *(reply.ids or ())]
             ends[markers[marker]] = len(ids)
-        pieces = self._pieces(parts[-1], mask)
-        lead = self._encode(pieces, first=not ids)
-        return Prompt(ids + lead, tuple(lead), _digest(pieces, first=not ids), _ends(messages, ends, len(ids) + len(lead)))
+            if markers[marker] == chat.last:
+                digest = reply.lead_digest if known else _digest(pieces, first)
+                return Prompt(ids, (*lead, *(reply.ids or ())), digest, True, _ends(messages, ends, len(ids)))
+        first = not ids
+        pieces = self._pieces(parts[-1], chat.mask)
+        lead = self._encode(pieces, first)
+        ids += lead
+        before = None
+        if chat.last is not None and messages[chat.last].role == "assistant":
+            before = _without(pieces, messages[chat.last].text)
+        digest = _digest(pieces if before is None else before, first)
+        return Prompt(ids, tuple(lead), digest, before is not None, _ends(messages, ends, len(ids)))
 
     def _pieces(self, gap: str, mask: Mask) -> list[str | int]:
         return [piece if isinstance(piece, int) else mask.undo(piece) for piece in self._tokenizer.split_control(gap)]
@@ -160,7 +169,7 @@ class _Chat:
         self.mask = mask
         self._messages = messages
         self._tools = tools
-        self._last = len(messages) - 1 if ending is Ending.CONTINUE else None  # the message that goes on
+        self.last = len(messages) - 1 if ending is Ending.CONTINUE else None  # the message that goes on
         self._end = end  # a character that stands where it goes on
         self._calls = calls  # messages whose calls the template writes, by index
         self._contents: dict[int, str] = {}
@@ -184,15 +193,15 @@ class _Chat:
 
         Raises: RequestError when the template does not write that message as it is
         """
-        if self._last is None:
+        if self.last is None:
             return parts
-        marker = next((marker for marker, index in markers.items() if index == self._last), None)
+        marker = next((marker for marker, index in markers.items() if index == self.last), None)
         if marker in parts[1::2]:
             return [*parts[: parts.index(marker) + 1], ""]
         gaps = [number for number in range(0, len(parts), 2) if self._end in parts[number]]
         if marker is None and len(gaps) == 1 and parts[gaps[0]].count(self._end) == 1:
             text, _, after = parts[gaps[0]].partition(self._end)
-            shown = self._messages[self._last].text.strip()
+            shown = self._messages[self.last].text.strip()
             if shown and not after.startswith(" "):  # blanks are trimmed
                 text = text.rstrip()
             if self.mask.undo(text).rstrip().endswith(shown):
@@ -209,7 +218,7 @@ class _Chat:
         if index not in self._contents:
             self._contents[index] = Content(self.mask.content(message.text), self.mask)
         content = self._contents[index]
-        if index == self._last:  # a blank at the end tells whether the template trims it
+        if index == self.last:  # a blank at the end tells whether the template trims it
             content = Content(content + self._end + " ", self.mask)
         return {"role": message.role, "content": content}
 
@@ -251,6 +260,16 @@ def _ends(messages: Sequence[Message], known: dict[int, int], total: int) -> tup
             end = known[index + 1] - len(messages[index + 1].ids or ())
         ends.append(max(ends[-1], end))
     return tuple(ends[1:])
+
+
+def _without(pieces: list[str | int], text: str) -> list[str | int] | None:
+    """A gap without the message it ends with, whose blanks a template may have trimmed; None if it ends otherwise."""
+    match pieces:
+        case [*front, str(last)]:
+            for said in (text, text.rstrip(), text.lstrip(), text.strip()):
+                if said and last.endswith(said):
+                    return [*front, rest] if (rest := last.removesuffix(said)) else front
+    return None
 
 
 def _digest(pieces: list[str | int], first: bool) -> bytes:

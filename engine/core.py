@@ -319,6 +319,7 @@ class Prompt:
     ids: list[int]  # the whole prompt
     lead_ids: tuple[int, ...]  # its end: what follows the last assistant message that came with `ids`
     lead_digest: bytes  # digest of the text of `lead_ids`; give both back with the reply as a Message
+    goes_on: bool = False  # `lead_ids` end with an assistant message, which `lead_digest` leaves out: the reply is the rest of that message
     ends: tuple[int, ...] = ()  # tokens up to the end of each reply, and of what is said before the next; not told apart: as the one before
 
 

@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from app.conversations.calls import as_told
 from app.store.records import Item
 
@@ -51,6 +53,7 @@ class Chat:
 
     fingerprint: str  # of the tokenizer and template it is run with
     hash: hashlib.blake2b  # of all that was said
+    before: hashlib.blake2b | None = None  # the same, without the last message
     items: list[Item | None] = field(default_factory=list)  # one for each message of the chat; None: the tools, the instructions
     keys: dict[int, bytes] = field(default_factory=dict)  # of each assistant message, by its index, oldest first
 
@@ -60,6 +63,7 @@ class Chat:
                 self.say(item.role, as_told(item), item)
 
     def say(self, role: str, text: str, item: Item | None = None) -> None:
+        self.before = self.hash.copy()
         _update(self.hash, role, text)
         if role == "assistant":
             self.keys[len(self.items)] = self.hash.digest()
@@ -105,17 +109,23 @@ class Segments:
         self._touch(chat.keys.values())
         return chat
 
-    def keep(self, chat: Chat, reply: Item) -> None:
-        """Remember the reply that `chat` has got, and with it the replies that it follows. One without text is no message."""
+    def keep(self, chat: Chat, reply: Item, goes_on: bool = False) -> None:
+        """Remember the reply that `chat` has got, and with it the replies that it follows. One without text is no message.
+
+        goes_on: it is the rest of the chat's last message, of which the client makes one.
+        """
         if not reply.text or reply.ids is None:
             return
+        said, before = chat.hash.copy(), len(chat.items)
+        if goes_on and chat.before and (last := chat.items[-1]):
+            said, before = chat.before.copy(), before - 1
+            reply = replace(reply, text=last.text + reply.text)
         after = -1
         for index, key in chat.keys.items():
-            item = chat.items[index]
+            item = chat.items[index] if index < before else None
             if item and item.ids is not None and item.fingerprint == chat.fingerprint:
                 self._add(key, item, after)
                 after = index
-        said = chat.hash.copy()
         _update(said, "assistant", as_told(reply))
         self._add(said.digest(), reply, after)
         self._touch(chat.keys.values())

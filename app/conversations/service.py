@@ -160,7 +160,9 @@ class Conversations:
             del self._runs[run.id]
             run.finish(*ended(run, "failed", error="it repeats another"))
             return await self._repeat(turn, repeated, shelf)
-        keep = functools.partial(self._segments.keep, chat) if turn.raw is None and turn.ending is Ending.REPLY else _forget
+        keep: Callable[[Item], None] = _forget
+        if turn.raw is None and (turn.ending is Ending.REPLY or prompt.goes_on):
+            keep = functools.partial(self._segments.keep, chat, goes_on=prompt.goes_on)
         follow = functools.partial(pump, keep=keep) if turn.generate else read_prompt
         self._task(self._carry_out(run, session, prompt.ids, sampling, turn.background, shelf, follow))
         return run

@@ -72,7 +72,8 @@ def test_a_reply_that_goes_on_keeps_its_tokens(tokenizer: Tokenizer) -> None:
         template = template_of(layout, tokenizer)
         first = template.prompt(chat("hello"))
         again = template.prompt([*chat("hello"), reply(first, "one ", [300, 301])], ending=Ending.CONTINUE)
-        assert again.ids == [*first.ids, 300, 301] and again.lead_ids == () and again.ends == (len(first.ids), len(again.ids))
+        assert again.ids == [*first.ids, 300, 301] and again.ends == (len(first.ids), len(again.ids))
+        assert (again.lead_ids, again.lead_digest, again.goes_on) == ((*first.lead_ids, 300, 301), first.lead_digest, True)
         later = template.prompt([*chat("hello"), reply(first, "one two", [300, 301, 302]), Message("user", "b")])
         assert later.ids[: len(again.ids) + 1] == [*again.ids, 302]
 
@@ -112,3 +113,21 @@ def test_the_default_models_replies_go_on_as_in_transformers() -> None:
             rows, chat_template=checkpoint.template, continue_final_message=True, tokenize=True, return_dict=False
         )
         assert template.prompt(messages, ending=Ending.CONTINUE).ids == expected
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "qwen"])  # which writes a last message in its own way
+@pytest.mark.parametrize("said", ["The answer is", "two lines\n\nof it", " blanks ", "\n"])
+def test_what_went_on_is_run_as_it_was_in_the_next_turn(tokenizer: Tokenizer, layout: str, said: str) -> None:
+    """E10: the message that a client then has is the two together, and would be encoded otherwise."""
+    template = template_of(LAYOUTS[layout], tokenizer)
+    messages = chat("hello", "first", "more", said)
+    prompt = template.prompt(messages, ending=Ending.CONTINUE)
+    assert prompt.goes_on or not said.strip(), "only blanks may not be told apart"
+    if prompt.goes_on:
+        whole = Message("assistant", said + "..", prompt.lead_ids, prompt.lead_digest, (300, 301))
+        later = template.prompt([*messages[:-1], whole, Message("user", "and then?")])
+        assert later.ids[: len(prompt.ids) + 2] == [*prompt.ids, 300, 301]
+
+
+def test_what_a_person_says_on_is_no_reply(tokenizer: Tokenizer) -> None:
+    assert not template_of(CHATML, tokenizer).prompt(chat("hello"), ending=Ending.CONTINUE).goes_on

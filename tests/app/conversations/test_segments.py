@@ -18,6 +18,7 @@ from app.conversations.turn import Turn
 from app.store.memory import MemoryStore
 from app.store.records import Item, Role
 from engine.batcher import Batcher
+from engine.core import Ending
 from engine.tool_calls import call_text
 from tests.app.conversations.asking import text_of, turn
 from tests.app.conversations.hostile import NEWLINE, NEWLINES, prompt_of, ran
@@ -298,3 +299,20 @@ async def test_the_words_that_a_failed_run_got_out_are_not_kept(
     whole: list[Said] = [*HELLO, ("assistant", "\n\n"), ("user", "more")]
     second = await done(conversations, newlines(whole))
     assert prompt_of(second) == batcher._engine.template.prompt(ledger.messages(None, items(whole), "")).ids
+
+
+@in_module
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_reply_that_went_on_is_found_as_one_message(conversations: Conversations, batcher: Batcher, known: bool) -> None:
+    """E10: begun by an earlier reply, or by the client."""
+    begun = await text_of(await done(conversations, limited(newlines(stored=False), 1))) if known else "x"
+    said: list[Said] = [*HELLO, ("assistant", begun)]
+    second = await done(conversations, replace(limited(newlines(said, stored=False), 3), ending=Ending.CONTINUE))
+    said[-1] = "assistant", begun + await text_of(second)
+    third = await done(conversations, newlines([*said, ("user", "more")], stored=False))
+    assert prompt_of(third)[: len(ran(second))] == ran(second)
+    assert third.response.usage.cached_tokens == len(ran(second)) - 1  # the last token of a reply that was cut is never run
+
+
+def limited(asked: Turn, tokens: int) -> Turn:
+    return replace(asked, sampling=replace(asked.sampling, max_tokens=tokens))
