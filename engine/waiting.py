@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 
 from engine.core import Phase, Sequence
@@ -129,12 +130,12 @@ class Waiting:
         first = min(oldest, key=lambda sequence: self.rank(sequence, step), default=None)
         if first is None or self.policy == "fcfs":
             return first
-        group = list(self._free(self._owners[first.salt].waiting[self.priority(first)]))
-        if begun := next((sequence for sequence in group if sequence.preemptions), None):
+        group = self._owners[first.salt].waiting[self.priority(first)]
+        if begun := next(self._free([sequence for sequence in group if sequence.preemptions]), None):
             return begun
-        if aged := next((sequence for sequence in group if step - sequence.since >= self.age), None):
+        if aged := next(self._free([sequence for sequence in group if step - sequence.since >= self.age]), None):
             return aged
-        return max(group[:LOOKED_AT], key=self._known)
+        return max(islice(self._free(group), LOOKED_AT), key=self._known)
 
     def victim(self, sequence: Sequence, running: list[Sequence], places: int) -> Sequence | None:
         """Who of those who run, the newest last, gives way to a waiting sequence: the newest background one, if this one is not; or the

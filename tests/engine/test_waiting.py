@@ -258,13 +258,15 @@ def test_the_longest_prefix_is_looked_for_among_the_first_ones_of_the_next_owner
         asked.append(sequence.id)
         return sequence.id
 
-    waiting = Waiting("lpm", known, AGE)
+    held: list[int] = []
+    waiting = Waiting("lpm", known, AGE, lambda sequence: bool(held.append(sequence.id)))
     for id in range(500):
         waiting.arrive(one(id, b"ab"[id % 2 : id % 2 + 1]), 0)
     found = waiting.next(1)
     assert found
     assert found.id == 2 * (LOOKED_AT - 1)
     assert len(asked) == LOOKED_AT
+    assert len(held) <= LOOKED_AT + 2, "nor is it asked of all whether they are held back"
 
 
 # Promotion
