@@ -35,6 +35,7 @@ from engine.core import (
     Tool,
 )
 from engine.served import Failed, Loading, Ready, log_change
+from engine.turns import Turns
 
 if TYPE_CHECKING:
     from engine.engine import Deltas, Engine
@@ -47,6 +48,7 @@ __all__ = ["STALL_SECONDS", "Batcher", "Failed", "Generation", "Loading", "Ready
 T = TypeVar("T")
 
 BEAT_SECONDS = 1.0  # an idle engine thread shows that it lives this often
+COMPILED_AT_ONCE = 2  # grammars
 CLOSE_SECONDS = 10.0  # a thread that takes longer to end is left to the process's end
 STALL_SECONDS = 20.0  # a thread that has not been seen for this long is not answering; one step takes far less
 
@@ -60,7 +62,8 @@ class Batcher:
         self._engine: Engine | None = None
         self._thread: threading.Thread | None = None
         self._tokenising = ThreadPoolExecutor(2, "tokeniser")
-        self._compiling = ThreadPoolExecutor(2, "grammar")  # a bad one may take seconds, for which nobody's prompt waits
+        self._compiling = ThreadPoolExecutor(COMPILED_AT_ONCE, "grammar")  # a bad one may take seconds, for which nobody's prompt waits
+        self._compile_turns = Turns(COMPILED_AT_ONCE)
         self._settled = asyncio.Event()
         self._ids = itertools.count()
         self._live: dict[int, Generation] = {}
@@ -147,14 +150,13 @@ class Batcher:
         assert self._engine
         return await self._loop.run_in_executor(self._tokenising, self._engine.tokenizer.decode, ids)
 
-    async def compile(self, grammar: Grammar) -> None:
-        """Find out, off the event loop, whether a reply can be held to `grammar`; `generate` with it then begins at once.
-
-        Raises: NotReadyError, RequestError
-        """
+    async def _compiled_for(self, salt: bytes, grammar: Grammar) -> None:
         self.ready()
         assert self._engine
-        await self._loop.run_in_executor(self._compiling, self._engine.grammars.compiled, grammar)
+        self._engine.grammars.check(grammar)
+        if not self._engine.grammars.known(grammar):
+            async with self._compile_turns.place(salt):
+                await self._loop.run_in_executor(self._compiling, self._engine.grammars.compiled, grammar)
 
     def check(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse now what can never run. Raises: NotReadyError, RequestError"""
@@ -320,6 +322,14 @@ class Session:
         self._batcher.check(ids, sampling)
         self._batcher._room.enter(self._salt, time.monotonic())
         self._admitted = True
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Find out, off the event loop, whether a reply can be held to `grammar`; `generate` with it then begins at once. Owners take
+        turns.
+
+        Raises: NotReadyError, RequestError
+        """
+        await self._batcher._compiled_for(self._salt, grammar)
 
     def leave(self) -> None:
         """What was admitted will not come: give its place back."""

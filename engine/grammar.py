@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from engine.tokenizer import Tokenizer
 from engine.tool_grammar import CallGrammar
 
 KEPT_BYTES = 1024 * 1024  # of sources whose compiled grammars are kept; these are up to a hundred times as large
+REFUSED_SECONDS = 60.0  # in which it is not found out again that a grammar is bad
 KEPT_LEAST = 4096  # a grammar counts as so many at least
 NAMES = {"json_schema": "a JSON schema", "regex": "a regular expression", "lark": "a Lark grammar"}
 
@@ -44,6 +46,7 @@ class Grammars:
         self.processes = MaskProcesses(self._keeper, self.rows)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._refused: OrderedDict[Grammar, tuple[RequestError, float]] = OrderedDict()  # and when
         self._forgotten: list[int] = []  # keys that nobody asks for any more
 
     def close(self) -> None:
@@ -55,11 +58,27 @@ class Grammars:
                 self._kept.move_to_end(grammar)
             return self._kept.get(grammar)
 
+    def check(self, grammar: Grammar) -> None:
+        """Raises: RequestError for one that was refused a moment ago: to find that out again would take as long"""
+        with self._lock:
+            fault, when = self._refused.get(grammar, (None, 0.0))
+        if fault and time.monotonic() < when + REFUSED_SECONDS:
+            raise RequestError(str(fault), fault.param, fault.code)
+
     def compiled(self, grammar: Grammar) -> Compiled:
         """Takes up to a fraction of a second, seconds for what is refused. Raises: RequestError, EngineError"""
         if known := self.known(grammar):
             return known
-        compiled = self._compile(grammar)
+        self.check(grammar)
+        try:
+            compiled = self._compile(grammar)
+        except RequestError as fault:
+            with self._lock:
+                self._refused.pop(grammar, None)
+                self._refused[grammar] = fault, time.monotonic()
+                while sum(map(_weight, self._refused)) > KEPT_BYTES:
+                    self._refused.popitem(last=False)
+            raise
         with self._lock:
             self._kept[grammar] = compiled
             while len(self._kept) > 1 and sum(map(_weight, self._kept)) > KEPT_BYTES:
@@ -89,7 +108,7 @@ class Grammars:
         source = (grammar.kind, grammar.source)
         if fault := tried(self._keeper, source):
             raise refused(fault)
-        key, fault = self.processes.compile(source)
+        key, fault = self.processes.compile(source, self.forgotten)
         if fault:
             raise refused(fault)
         compiled = Compiled(key, source)

@@ -110,8 +110,8 @@ def _check_schemas(sources: Sequence[str]) -> None:
         raise ValueError(f"one of its objects has {optional} properties that are not required, and {MOST_OPTIONAL} is the most")
     if names & _JOINING:
         divisors = [list(itertools.chain(*divisors))]  # they may be of one value
-    if (remainders := max(map(_remainders, divisors), default=0)) > MOST_REMAINDERS:
-        message = f"its values of multipleOf have {remainders} as their least common multiple (in units of their last digit)"
+    if (remainders := sum(map(_remainders, filter(None, divisors)))) > MOST_REMAINDERS:
+        message = f"its values of multipleOf come to {remainders} (in units of their last digit; of one value, their least common multiple)"
         raise ValueError(f"{message}, and {MOST_REMAINDERS} is the most")
 
 

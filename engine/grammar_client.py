@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -316,8 +316,11 @@ class MaskProcesses:
             self.existing = None  # before anybody waits: whoever comes meanwhile is given another
         self._keeper.kill(process.forked, patience)
 
-    def compile(self, source: Source) -> tuple[int, str]:
-        """Have a grammar that was tried out ready for replies: its key, and what is wrong with it. Raises: EngineError"""
+    def compile(self, source: Source, forgotten: Callable[[MaskProcess], list[int]]) -> tuple[int, str]:
+        """Have a grammar that was tried out ready for replies: its key, and what is wrong with it. Raises: EngineError
+
+        forgotten: the keys of those that nobody asks for any more.
+        """
         key = next(self._keys)
         for _ in range(3):  # what ends the process may have been something else
             try:
@@ -327,7 +330,7 @@ class MaskProcesses:
             patience = Patience(TRIAL_WAIT_SECONDS)
             try:
                 with process.lock.held(patience):
-                    process.compiling.send(Compile(key, source), patience)
+                    process.compiling.send(Compile(key, source, forgotten(process)), patience)
                     answer = process.compiling.receive(Answer, patience)
             except (Ended, Late):
                 self.end(process, Patience(KILL_SECONDS))

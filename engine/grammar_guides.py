@@ -147,7 +147,7 @@ class Guides:
                     raise Ended
                 self._asked = process
                 goes = [_go(guide, tokens, process) for guide, tokens in going]
-                process.steps.send(Step(goes, ended, self.grammars.forgotten(process)), self._patience)
+                process.steps.send(Step(goes, ended), self._patience)
                 return
             except (Ended, Late) as fault:
                 going = self._again(fault)

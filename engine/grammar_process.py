@@ -121,6 +121,8 @@ def _follow(library: Library, rows: Rows, steps: Line, compiling: Line) -> None:
 
 def _compile(replies: Replies, line: Line) -> None:
     while asked := line.receive(Compile):
+        for key in asked.forgotten:
+            replies.forget(key)
         line.send(replies.compile(asked.key, grammar_of(asked.source)))
 
 
@@ -138,8 +140,6 @@ def _mask(replies: Replies, line: Line, rows: Rows) -> None:
     while step := line.receive(Step):
         for id in step.ended:
             replies.end(id)
-        for key in step.forgotten:
-            replies.forget(key)
         taken = answer(step.goes, replies.take)
         answer([go for go, answered in zip(step.goes, taken, strict=True) if answered.goes_on], replies.mask)
 

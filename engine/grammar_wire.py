@@ -59,6 +59,7 @@ class Compile(msgspec.Struct, frozen=True):
 
     key: int
     source: Source
+    forgotten: list[int]  # keys of others
 
 
 class Go(msgspec.Struct, frozen=True, array_like=True):
@@ -76,7 +77,6 @@ class Step(msgspec.Struct, frozen=True):
 
     goes: list[Go]
     ended: list[int]  # replies
-    forgotten: list[int]  # keys of grammars
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

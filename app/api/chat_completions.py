@@ -22,7 +22,7 @@ from app.api.chat_messages import ChatMessage, said_of
 from app.api.choices import MOST_CHOICES, Choices
 from app.api.constraints import Constraints, FormatField, ToolField, constraints
 from app.api.decoding import MAX_MESSAGES, MAX_TOP_LOGPROBS, Metadata, SamplingFields, body_of, decode, digest_of, tier_used
-from app.api.disconnect import run_out, until_gone
+from app.api.disconnect import begun, run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
 from app.api.sizes import FORM_BYTES, bounded
@@ -154,7 +154,7 @@ class ChatCompletions:
         turn = asked.turn(owner_of(request.scope), self._models.served(asked.model), request.headers.get("idempotency-key"))
         grammar = "response_format" if asked.response_format else "tools"  # which of them asked for one
         choices = Choices(self._conversations, [turn], asked.n or 1, {**PARAMS, "grammar": grammar})
-        await choices.begin()
+        await begun(choices.begin(), request, cancel=not turn.stored)
         if asked.stream:
             usage = bool(asked.stream_options and asked.stream_options.include_usage)
             return sse.stream(until_gone(chat_reply.chunks(choices, usage), choices, cancel=not turn.stored), named=False)

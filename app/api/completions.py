@@ -26,7 +26,7 @@ from app.api.chat_reply import usage_object
 from app.api.choices import MOST_CHOICES, Choices, finish_reason, renaming
 from app.api.constraints import FormatField, constraints
 from app.api.decoding import MAX_TOP_LOGPROBS, SHOWN_CHARACTERS, SamplingFields, body_of, decode, refuse_unless, shown
-from app.api.disconnect import run_out, until_gone
+from app.api.disconnect import begun, run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
 from app.api.sizes import FORM_BYTES, bounded
@@ -141,7 +141,7 @@ class Completions:
             prompts = [await self._ids(prompt) for prompt in given]
         turns = [asked.turn(owner, model, ids) for ids in prompts]
         choices = Choices(self._conversations, turns, asked.n or 1, NAMES)
-        await choices.begin()
+        await begun(choices.begin(), request, cancel=True)
         try:
             echoes = [await self._echo(*prompt) for prompt in zip(given, prompts, strict=True)] if asked.echo else []
         except BaseException:

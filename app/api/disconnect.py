@@ -6,11 +6,13 @@ Owns the watch for it, which nothing has to be sent for: a prompt that is still 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
+
+from app.api.errors import ApiError
 
 T = TypeVar("T")
 
@@ -21,6 +23,23 @@ class Work(Protocol):
     def cancel(self) -> None: ...
 
     async def done(self) -> object: ...
+
+
+async def begun(work: Coroutine[Any, Any, T], request: Request, cancel: bool) -> T:
+    """What the work comes to, by which a request's runs are begun. If the client goes first, it is cancelled when `cancel` is set.
+
+    Raises: what the work raises; ApiError for nobody when it was cancelled
+    """
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and cancel:
+            raise ApiError("the client went away before its request had begun", None, "client_closed_request", 499)
+        return await working
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 async def run_out(work: Work, request: Request, cancel: bool) -> None:

@@ -20,7 +20,7 @@ from app.api import sse
 from app.api.choices import finish_reason, renaming
 from app.api.constraints import Source
 from app.api.decoding import SamplingFields, body_of, decode
-from app.api.disconnect import run_out, until_gone
+from app.api.disconnect import begun, run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
 from app.api.sizes import bounded
@@ -122,7 +122,7 @@ class Generate:
         asked = read(await body_of(request))
         turn = asked.turn(owner_of(request.scope), self._models.served(asked.model))
         with renaming({**NAMES, "grammar": "json_schema" if asked.json_schema else "regex"}):
-            run = await self._conversations.submit(turn)
+            run = await begun(self._conversations.submit(turn), request, cancel=True)
         if asked.stream:
             return sse.stream(until_gone(parts(run), run, cancel=True), named=False)
         await run_out(run, request, cancel=True)

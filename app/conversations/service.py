@@ -60,7 +60,7 @@ class Conversations:
         self._salt = salt
         self._segments = segments or Segments()
         self._runs: dict[str, Run] = {}  # from just before they are accepted until they have ended, by response id
-        self._closing = False
+        self._closed = asyncio.Event()  # or about to be
         self.threads = Threads(store, self.running)
         self._submitting: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # (owner, client message id)
         self._tasks: set[asyncio.Task[object]] = set()  # pumps and submissions, which end whoever waits for them
@@ -128,8 +128,6 @@ class Conversations:
         """Tokenise, check, write, start, in this order: nothing is written that cannot run, and nothing runs that is not written."""
         ready = self._batcher.ready()
         sampling = _limited(turn, ready.context_length)
-        if sampling.grammar:
-            await self._batcher.compile(sampling.grammar)
         response_id = new_id("resp")
         items = new_items(turn.items, place.leaf, response_id)
         calls.check_answers(place.path, items)
@@ -140,17 +138,19 @@ class Conversations:
         drafted = draft(turn, place, response_id, items, prompt, ready.fingerprint)
         run = Run(drafted.response, drafted.reply)
 
-        if self._closing:
-            raise ClosingError("the server is shutting down: try again in a moment, when it may be back", None, "server_shutdown")
         session = self._batcher.session(self._salt(turn.owner))
         session.admit(prompt.ids, sampling)
-        self._runs[run.id] = run
         try:
+            if sampling.grammar:
+                await self._until_closing(session.compile(sampling.grammar))
+            if self._closed.is_set():
+                raise _closing()
+            self._runs[run.id] = run
             written = [*drafted.items, drafted.reply]
             repeated = await shelf.store.accept(drafted.conversation, drafted.response, written, not place.new)
         except BaseException as fault:
             session.leave()
-            del self._runs[run.id]
+            self._runs.pop(run.id, None)
             run.finish(*ended(run, "failed", error=str(fault)))  # for whoever waits for it already
             if isinstance(fault, GoneError):
                 raise _gone(turn) from fault
@@ -166,6 +166,18 @@ class Conversations:
         follow = functools.partial(pump, keep=keep) if turn.generate else read_prompt
         self._task(self._carry_out(run, session, prompt.ids, sampling, turn.background, shelf, follow))
         return run
+
+    async def _until_closing(self, work: Coroutine[Any, Any, None]) -> None:
+        """Raises: ClosingError, and what the work raises"""
+        tasks = working, closing = asyncio.ensure_future(work), asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _closing()
+            working.result()
+        finally:
+            working.cancel()
+            closing.cancel()
 
     async def _carry_out(
         self,
@@ -211,7 +223,7 @@ class Conversations:
 
     async def _see_written(self, run: Run, shelf: Shelf) -> None:
         """Where the log could not take a run's end, keep the run until it can: whoever asks meanwhile is told of the same end."""
-        while not (run.written or self._closing):
+        while not (run.written or self._closed.is_set()):
             try:
                 await shelf.store.finish(run.response, run.reply)
                 run.written = True
@@ -313,7 +325,7 @@ class Conversations:
 
     async def close(self) -> None:
         """Take no more turns, and end every run, each with its terminal state in the log. It may be asked for again."""
-        self._closing = True
+        self._closed.set()
         while self._tasks:
             for run in list(self._runs.values()):
                 run.cancel("server_shutdown")
@@ -337,6 +349,10 @@ def _limited(turn: Turn, context_length: int) -> SamplingParams:
     if not turn.generate:
         return dataclasses.replace(turn.sampling, max_tokens=1, grammar=None)
     return turn.sampling if turn.sampling.max_tokens else dataclasses.replace(turn.sampling, max_tokens=context_length)
+
+
+def _closing() -> ClosingError:
+    return ClosingError("the server is shutting down: try again in a moment, when it may be back", None, "server_shutdown")
 
 
 def _gone(turn: Turn) -> NotFoundError:

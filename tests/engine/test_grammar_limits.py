@@ -18,7 +18,7 @@ import pytest
 
 from engine import grammar as grammars
 from engine import grammar_bounds
-from engine.batcher import Batcher
+from engine.batcher import COMPILED_AT_ONCE, Batcher
 from engine.core import FinishReason, Grammar, NotReadyError, RequestError
 from engine.grammar import Compiled, Grammars
 from engine.grammar_guides import Guides
@@ -194,9 +194,9 @@ async def test_a_batcher_compiles_off_the_loop(batcher: Batcher, monkeypatch: py
         return real(grammar)
 
     monkeypatch.setattr(batcher._engine.grammars, "_compile", watched)
-    await batcher.compile(REGEX)
+    await batcher.session(b"a").compile(REGEX)
     with pytest.raises(RequestError, match="unclosed") as refused:
-        await batcher.compile(Grammar("regex", "("))
+        await batcher.session(b"a").compile(Grammar("regex", "("))
     assert refused.value.code == "invalid_grammar"
     for grammar in (REGEX, Grammar("regex", "hello!?")):  # the second was not asked about before
         deltas = await collect(batcher.session(b"a").generate([3, 4], greedy(60, grammar=grammar)))
@@ -227,7 +227,7 @@ async def test_a_reply_can_be_cancelled_while_its_grammar_is_compiled(batcher: B
     generation.cancel()
     assert [delta.finish for delta in await collect(generation)] == [FinishReason.CANCELLED]
     release.set()
-    await batcher.compile(LARK)
+    await batcher.session(b"a").compile(LARK)
     assert batcher.live == 0
     assert not batcher._arrivals
     assert len(batcher._engine.steps) == 0
@@ -237,7 +237,7 @@ async def test_no_prompt_waits_for_grammars(batcher: Batcher, monkeypatch: pytes
     assert batcher._engine
     release = threading.Event()
     monkeypatch.setattr(batcher._engine.grammars, "compiled", lambda _: release.wait(30))
-    slow = [asyncio.ensure_future(batcher.compile(Grammar("regex", f"{number}"))) for number in range(4)]
+    slow = [asyncio.ensure_future(batcher.session(b"a").compile(Grammar("regex", f"{number}"))) for number in range(4)]
     await asyncio.sleep(0)
     assert await batcher.encode("hello")
     assert not any(compiling.done() for compiling in slow)
@@ -245,9 +245,53 @@ async def test_no_prompt_waits_for_grammars(batcher: Batcher, monkeypatch: pytes
     await asyncio.gather(*slow)
 
 
+async def test_an_owner_with_many_slow_grammars_lets_others_go_first(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batcher._engine
+    order: list[str] = []
+    release = threading.Event()
+
+    def slow(grammar: Grammar) -> None:
+        assert release.wait(30)
+        order.append(grammar.source)
+
+    monkeypatch.setattr(batcher._engine.grammars, "compiled", slow)
+    flood = [asyncio.ensure_future(batcher.session(b"a").compile(Grammar("regex", f"a{number}"))) for number in range(9)]
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(batcher.session(b"b").compile(Grammar("regex", "b")))
+    await asyncio.sleep(0)
+    gone = flood.pop()
+    gone.cancel()
+    release.set()
+    await asyncio.gather(*flood, other)
+    assert order.index("b") <= COMPILED_AT_ONCE + 1
+    assert "a8" not in order, "nobody waits for it any more"
+
+
+async def test_a_bad_grammar_is_found_out_once(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batcher._engine
+    grammars, asked = batcher._engine.grammars, []
+    real = grammars._compile
+
+    def watched(grammar: Grammar) -> Compiled:
+        asked.append(grammar)
+        return real(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", watched)
+    said = set()
+    for _ in range(3):
+        with pytest.raises(RequestError) as refused:
+            await batcher.session(b"a").compile(Grammar("regex", "(a"))
+        said.add((str(refused.value), refused.value.param, refused.value.code))
+    assert len(asked) == len(said) == 1
+    monkeypatch.setattr("engine.grammar.REFUSED_SECONDS", 0.0)
+    with pytest.raises(RequestError):
+        await batcher.session(b"a").compile(Grammar("regex", "(a"))
+    assert len(asked) == 2, "but not for ever"
+
+
 async def test_nothing_is_compiled_before_the_model_is_there(tiny_folder: Path) -> None:
     with pytest.raises(NotReadyError):
-        await Batcher(options(tiny_folder)).compile(REGEX)
+        await Batcher(options(tiny_folder)).session(b"a").compile(REGEX)
 
 
 def test_the_socket_side_imports_no_grammars() -> None:

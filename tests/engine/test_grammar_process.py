@@ -25,7 +25,7 @@ from engine.grammar import Compiled, Grammars
 from engine.grammar_client import Channel, Ended, Forked, Keeper, Late, Patience
 from engine.grammar_guides import Guides
 from engine.grammar_library import Replies
-from engine.grammar_wire import Answer, Fork, Go, Step
+from engine.grammar_wire import Answer, Compile, Fork, Go, Step
 from engine.tokenizer import Tokenizer
 from engine.weights.checkpoint import Checkpoint
 from tests.engine.guiding import Walk
@@ -92,7 +92,10 @@ def gone(pid: int) -> bool:
 
 def over(pid: int) -> bool:
     """Gone, or a zombie that is somebody else's to bury."""
-    return gone(pid) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def computed(pid: int) -> float:
@@ -158,8 +161,11 @@ def test_references_without_measure_do_not_end_anything(grammars: Grammars, unbo
         grammars.compiled(Grammar("json_schema", chain(50_000, LINKS["items"])))
 
 
-def test_nobody_waits_for_a_grammar_that_takes_long(grammars: Grammars, unbounded: None, forked: list[tuple[str, int]]) -> None:
+def test_nobody_waits_for_a_grammar_that_takes_long(
+    grammars: Grammars, unbounded: None, forked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And one whose trial is killed, or crashes, is refused, the next is not."""
+    monkeypatch.setattr("engine.grammar.REFUSED_SECONDS", 0.0)
     for how in (signal.SIGKILL, signal.SIGSEGV):
         forked.clear()
         spinning = Compiling(grammars, SPINNING)
@@ -292,7 +298,8 @@ def test_a_reply_whose_grammar_ends_the_process_ends_alone(
     says: str,
 ) -> None:
     """As if it had not been tried out."""
-    monkeypatch.setattr(grammar_client, "MASKS_BYTES", 64 * 1024 * 1024)
+    if grammar is HUNGRY:
+        monkeypatch.setattr(grammar_client, "MASKS_BYTES", 64 * 1024 * 1024)
     monkeypatch.setattr(grammar_guides, "ANSWER_SECONDS", 1.0 if grammar is SPINNING else 60.0)
     monkeypatch.setattr(grammar_guides, "STEP_SECONDS", 120.0)
     engine = new_engine(quantised)
@@ -390,10 +397,25 @@ def test_what_nobody_asks_for_is_forgotten_there_too(grammars: Grammars, monkeyp
     grammars._kept.clear()
     gc.collect()
     assert Walk(guides, grammars.compiled(REGEX)).allowed()
-    steps = [message for message in sent if isinstance(message, Step)]
-    assert [step.ended for step in steps] == [[id], []]
-    assert [step.forgotten for step in steps] == [[], [key]]
+    assert [message.ended for message in sent if isinstance(message, Step)] == [[id], []]
+    assert [message.forgotten for message in sent if isinstance(message, Compile)] == [[key]], "also if nobody begins a reply any more"
     assert key not in process.known
+
+
+def test_memory_for_masks_is_used_again(grammars: Grammars) -> None:
+    guides, compiled = Guides(grammars), grammars.compiled(REGEX)
+    for _ in range(50):
+        walks = [Walk(guides, compiled) for _ in range(3)]
+        for walk in walks:
+            guides.end(walk.guide)
+    assert len(grammars.rows) == 16
+
+
+def test_the_processes_get_no_signal_of_the_terminals_and_leave_no_core(grammars: Grammars) -> None:
+    assert Walk(Guides(grammars), grammars.compiled(REGEX)).allowed()
+    assert os.getsid(keeper_of(grammars)) == keeper_of(grammars)
+    (core,) = [line for line in Path(f"/proc/{masks_of(grammars)}/limits").read_text().splitlines() if line.startswith("Max core")]
+    assert core.split()[4:6] == ["0", "0"]
 
 
 class Panic(BaseException):
@@ -543,7 +565,7 @@ def test_large_messages_pass_while_answers_come() -> None:
 
     thread = threading.Thread(target=answer)
     thread.start()
-    channel.send(Step([Go(at, at, [7] * 50) for at in range(20_000)], [], []), Patience(30))
+    channel.send(Step([Go(at, at, [7] * 50) for at in range(20_000)], []), Patience(30))
     answers = [channel.receive(Answer, Patience(30)).fault for _ in range(count + 1)]
     assert answers == ["x" * 200] * count + ["20000"]
     ours.shutdown(socket.SHUT_RDWR)

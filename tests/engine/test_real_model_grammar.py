@@ -51,7 +51,7 @@ async def text_of(batcher: Batcher, question: str, sampling: SamplingParams) -> 
 async def test_replies_spell_what_their_grammar_says(batcher: Batcher) -> None:
     """50 seeds of each, side by side."""
     for grammar in (JSON, REGEX, LARK):
-        await batcher.compile(grammar)
+        await batcher.session(b"a").compile(grammar)
     asked = [(grammar, seed) for seed in range(50) for grammar in (JSON, REGEX, LARK)]
     asking = (text_of(batcher, "Make something up.", sampled(seed, grammar=grammar)) for grammar, seed in asked)
     texts = await asyncio.gather(*asking)
@@ -86,7 +86,7 @@ async def test_hostile_grammars_are_refused(batcher: Batcher) -> None:
         Grammar("lark", 'start: %regex {"substring_chars": "' + "abc " * 30_000 + '"}'),
     ):
         with pytest.raises(RequestError):
-            await batcher.compile(grammar)
+            await batcher.session(b"a").compile(grammar)
 
 
 async def test_log_probabilities_are_those_of_transformers(batcher: Batcher, oracle: LlamaForCausalLM) -> None:

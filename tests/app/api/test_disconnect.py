@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from app.api import sse
-from engine.batcher import Batcher
-from engine.core import BusyError
+from engine.batcher import Batcher, Session
+from engine.core import BusyError, Grammar
 from tests.app.api.in_process import InProcess, gated
 from tests.engine.batching import options, until
 
@@ -88,6 +88,33 @@ async def test_the_work_stops_within_two_steps(running: InProcess, path: str, bo
     assert engine.scheduler.pool.owned == 0
     engine.scheduler.pool.check([])
     batcher._abort = abort  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+async def test_nothing_begins_for_a_client_that_goes_while_its_grammar_is_compiled(
+    running: InProcess, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def compile(session: Session, grammar: Grammar) -> None:
+        begun.set()
+        try:
+            await release.wait()
+        finally:
+            begun.clear()
+
+    monkeypatch.setattr(Session, "compile", compile)
+    form = {"regex": "a+"} if path == "/generate" else {"response_format": {"type": "regex", "regex": "a+"}}
+    body = CHAT[1] if path == CHAT[0] else {"prompt": PROMPT}
+    steps = running.engine.steps[-1].index if running.engine.steps else -1
+    _, writer = await running.ask(path, {**fresh(body), **form})
+    await begun.wait()
+    writer.transport.abort()
+    await until(lambda: not begun.is_set())
+    await until(lambda: not running.batcher._room._live)
+    assert not running.conversations._runs
+    assert running.batcher.live == 0
+    assert (running.engine.steps[-1].index if running.engine.steps else -1) == steps
 
 
 async def test_a_client_that_reads_on_gets_everything(running: InProcess) -> None:
