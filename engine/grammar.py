@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from engine import grammar_bounds
 from engine.core import Grammar, RequestError
@@ -37,6 +38,16 @@ class Compiled:
         self.source = source
 
 
+@dataclass(slots=True, frozen=True)
+class _Refused:
+    """What was said of a grammar that was refused. Not the error itself: who catches that may write into it."""
+
+    message: str
+    param: str | None
+    code: str
+    when: float
+
+
 class Grammars:
     """Compiles grammars for one model, and keeps those last used. Any thread may call it."""
 
@@ -46,7 +57,7 @@ class Grammars:
         self.processes = MaskProcesses(self._keeper, self.rows)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._refused: OrderedDict[Grammar, tuple[RequestError, float]] = OrderedDict()  # and when
+        self._refused: OrderedDict[Grammar, _Refused] = OrderedDict()
         self._forgotten: list[int] = []  # keys that nobody asks for any more
 
     def close(self) -> None:
@@ -61,9 +72,9 @@ class Grammars:
     def check(self, grammar: Grammar) -> None:
         """Raises: RequestError for one that was refused a moment ago: to find that out again would take as long"""
         with self._lock:
-            fault, when = self._refused.get(grammar, (None, 0.0))
-        if fault and time.monotonic() < when + REFUSED_SECONDS:
-            raise RequestError(str(fault), fault.param, fault.code)
+            refused = self._refused.get(grammar)
+        if refused and time.monotonic() < refused.when + REFUSED_SECONDS:
+            raise RequestError(refused.message, refused.param, refused.code)
 
     def compiled(self, grammar: Grammar) -> Compiled:
         """Takes up to a fraction of a second, seconds for what is refused. Raises: RequestError, EngineError"""
@@ -75,7 +86,7 @@ class Grammars:
         except RequestError as fault:
             with self._lock:
                 self._refused.pop(grammar, None)
-                self._refused[grammar] = fault, time.monotonic()
+                self._refused[grammar] = _Refused(str(fault), fault.param, fault.code, time.monotonic())
                 while sum(map(_weight, self._refused)) > KEPT_BYTES:
                     self._refused.popitem(last=False)
             raise

@@ -69,23 +69,25 @@ async def test_a_conversation_goes_on_where_its_client_left_it(server: Server) -
 
 
 @pytest.mark.slow
-async def test_gaps_are_taken_before_and_beside_the_long_prompt(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gaps_are_taken_before_the_long_prompt_beside_it_and_after_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("STREAMS", 2), ("PROMPT", 300), ("REPLY", 400), ("QUIET", 30)):
         monkeypatch.setattr(gaps, name, value)
-    quiet, beside, long = await gaps.measure(server, 0)
-    assert len(quiet) > 10
-    assert beside
+    taken, long = await gaps.measure(server, 0)
+    assert len(taken.before) > 10
+    assert len(taken.after) > 10
+    assert taken.beside
     assert long.prompt_tokens > 300
-    assert max(beside) >= min(quiet)
+    assert max(taken.beside) >= min(taken.before)
+    assert min(taken.before + taken.after) < taken.quiet < max(taken.before + taken.after)
 
 
 @pytest.mark.slow
 async def test_gaps_may_be_taken_once_others_have_filled_the_pool(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("STREAMS", 2), ("PROMPT", 300), ("REPLY", 600), ("QUIET", 30)):
         monkeypatch.setattr(gaps, name, value)
-    quiet, beside, long = await gaps.measure(server, 7, fills=2)
-    assert beside
-    assert len(quiet) > 10
+    taken, long = await gaps.measure(server, 7, fills=2)
+    assert taken.beside
+    assert len(taken.before) > 10
     assert long.prompt_tokens > 300
     assert not long.cached_tokens or long.cached_tokens < 100, "each prompt is another"
 
