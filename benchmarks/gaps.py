@@ -67,6 +67,7 @@ async def measure(server: Server, number: int, fills: int = 0) -> tuple[Gaps, Tu
         long = Turn(0, time.perf_counter())
         await clients[STREAMS].ask(Load(1, prompt_tokens=PROMPT, seed=f"gaps/{number}").question(STREAMS, 0), 1, long)
         ended = time.perf_counter()
+        await asyncio.sleep(SETTLED)
         await _quiet(turns, max(len(turn.arrivals) for turn in turns))
         for client in clients[:STREAMS]:
             await client.stop()

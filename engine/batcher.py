@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from engine import core
 from engine.admission import Room
 from engine.core import (
+    BusyError,
     Delta,
     Ending,
     EngineError,
@@ -49,6 +50,7 @@ T = TypeVar("T")
 
 BEAT_SECONDS = 1.0  # an idle engine thread shows that it lives this often
 COMPILED_AT_ONCE = 2  # grammars
+MOST_COMPILES = 128  # of one owner that wait for it: fewer than there is room for requests
 CLOSE_SECONDS = 10.0  # a thread that takes longer to end is left to the process's end
 STALL_SECONDS = 20.0  # a thread that has not been seen for this long is not answering; one step takes far less
 
@@ -153,10 +155,13 @@ class Batcher:
     async def _compiled_for(self, salt: bytes, grammar: Grammar) -> None:
         self.ready()
         assert self._engine
+        if self._engine.grammars.known(grammar):
+            return
         self._engine.grammars.check(grammar)
-        if not self._engine.grammars.known(grammar):
-            async with self._compile_turns.place(salt):
-                await self._loop.run_in_executor(self._compiling, self._engine.grammars.compiled, grammar)
+        if self._compile_turns.waiting(salt) >= MOST_COMPILES:
+            raise BusyError(f"{MOST_COMPILES} grammars of yours wait to be compiled; try again when some have been")
+        async with self._compile_turns.place(salt):
+            await self._loop.run_in_executor(self._compiling, self._engine.grammars.compiled, grammar)
 
     def check(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse now what can never run. Raises: NotReadyError, RequestError"""

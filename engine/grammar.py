@@ -38,6 +38,10 @@ class Compiled:
         self.source = source
 
 
+class _UnsureError(RequestError):
+    """Of a grammar that was found good when it was tried out: another time it may be."""
+
+
 @dataclass(slots=True, frozen=True)
 class _Refused:
     """What was said of a grammar that was refused. Not the error itself: who catches that may write into it."""
@@ -83,6 +87,8 @@ class Grammars:
         self.check(grammar)
         try:
             compiled = self._compile(grammar)
+        except _UnsureError:
+            raise
         except RequestError as fault:
             with self._lock:
                 self._refused.pop(grammar, None)
@@ -91,6 +97,7 @@ class Grammars:
                     self._refused.popitem(last=False)
             raise
         with self._lock:
+            self._refused.pop(grammar, None)
             self._kept[grammar] = compiled
             while len(self._kept) > 1 and sum(map(_weight, self._kept)) > KEPT_BYTES:
                 self._kept.popitem(last=False)
@@ -98,9 +105,9 @@ class Grammars:
 
     def forgotten(self, process: MaskProcess) -> list[int]:
         """The grammars in a process that nobody asks for any more, to be told once."""
-        keys = []
-        while self._forgotten:
-            keys.append(self._forgotten.pop())
+        with self._lock:  # finalizers append to it at any time
+            keys = self._forgotten.copy()
+            del self._forgotten[: len(keys)]
         found = process.known.intersection(keys)
         process.known -= found
         return [*found]
@@ -121,7 +128,8 @@ class Grammars:
             raise refused(fault)
         key, fault = self.processes.compile(source, self.forgotten)
         if fault:
-            raise refused(fault)
+            told = refused(fault)
+            raise _UnsureError(str(told), told.param, told.code)
         compiled = Compiled(key, source)
         weakref.finalize(compiled, self._forgotten.append, key).atexit = False
         return compiled

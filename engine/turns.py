@@ -16,6 +16,10 @@ class Turns:
         self._free = places
         self._waiting: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()  # by owner, the next first
 
+    def waiting(self, owner: bytes) -> int:
+        """How many of an owner's."""
+        return len(self._waiting.get(owner, ()))
+
     @asynccontextmanager
     async def place(self, owner: bytes) -> AsyncIterator[None]:
         """Wait for a place, and have it."""
@@ -34,8 +38,12 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it has a place already, that nobody will give back
+            if not turn.cancelled():  # it has a place already, that nobody will give back
                 self._pass_on()
+            elif turn in (turns := self._waiting.get(owner, deque())):  # or it would cost its owner a turn
+                turns.remove(turn)
+                if not turns:
+                    del self._waiting[owner]
             raise
 
     def _pass_on(self) -> None:

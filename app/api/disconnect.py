@@ -40,6 +40,8 @@ async def begun(work: Coroutine[Any, Any, T], request: Request, cancel: bool) ->
     finally:
         working.cancel()
         gone.cancel()
+        if working.done() and not working.cancelled():
+            working.exception()  # seen, also by who is cancelled just now
 
 
 async def run_out(work: Work, request: Request, cancel: bool) -> None:

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from app.conversations.calls import as_told
 from app.store.records import Item
+from engine.core import Prompt
 
 if TYPE_CHECKING:
     from app.conversations.segment_file import SegmentFile
@@ -109,17 +110,17 @@ class Segments:
         self._touch(chat.keys.values())
         return chat
 
-    def keep(self, chat: Chat, reply: Item, goes_on: bool = False) -> None:
+    def keep(self, chat: Chat, reply: Item, whole: Prompt | None = None) -> None:
         """Remember the reply that `chat` has got, and with it the replies that it follows. One without text is no message.
 
-        goes_on: it is the rest of the chat's last message, of which the client makes one.
+        whole: the prompt, if the reply is the rest of the chat's last message, of which the client makes one.
         """
         if not reply.text or reply.ids is None:
             return
         said, before = chat.hash.copy(), len(chat.items)
-        if goes_on and chat.before and (last := chat.items[-1]):
+        if whole and chat.before and (last := chat.items[-1]):
             said, before = chat.before.copy(), before - 1
-            reply = replace(reply, text=last.text + reply.text)
+            reply = replace(reply, text=last.text + reply.text, lead_ids=list(whole.lead_ids), lead_digest=whole.lead_digest)
         after = -1
         for index, key in chat.keys.items():
             item = chat.items[index] if index < before else None

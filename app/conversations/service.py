@@ -162,7 +162,7 @@ class Conversations:
             return await self._repeat(turn, repeated, shelf)
         keep: Callable[[Item], None] = _forget
         if turn.raw is None and (turn.ending is Ending.REPLY or prompt.goes_on):
-            keep = functools.partial(self._segments.keep, chat, goes_on=prompt.goes_on)
+            keep = functools.partial(self._segments.keep, chat, whole=prompt if prompt.goes_on else None)
         follow = functools.partial(pump, keep=keep) if turn.generate else read_prompt
         self._task(self._carry_out(run, session, prompt.ids, sampling, turn.background, shelf, follow))
         return run
@@ -178,6 +178,8 @@ class Conversations:
         finally:
             working.cancel()
             closing.cancel()
+            if working.done() and not working.cancelled():
+                working.exception()  # seen, also by who is cancelled just now
 
     async def _carry_out(
         self,

@@ -137,8 +137,8 @@ def draft(turn: Turn, place: Place, response_id: str, items: list[Item], prompt:
         created_at=now,
         response=response_id,
         status="in_progress",
-        lead_ids=list(prompt.lead_ids),
-        lead_digest=prompt.lead_digest,
+        lead_ids=[] if prompt.goes_on else list(prompt.lead_ids),  # the ledger has the message that it goes on with apart
+        lead_digest=b"" if prompt.goes_on else prompt.lead_digest,
         fingerprint=fingerprint,
         calls=bool(turn.tools),
     )

@@ -19,7 +19,7 @@ import pytest
 from engine import grammar as grammars
 from engine import grammar_bounds
 from engine.batcher import COMPILED_AT_ONCE, Batcher
-from engine.core import FinishReason, Grammar, NotReadyError, RequestError
+from engine.core import BusyError, FinishReason, Grammar, NotReadyError, RequestError
 from engine.grammar import Compiled, Grammars
 from engine.grammar_guides import Guides
 from engine.tokenizer import Tokenizer
@@ -288,6 +288,31 @@ async def test_a_bad_grammar_is_found_out_once(batcher: Batcher, monkeypatch: py
     with pytest.raises(RequestError):
         await batcher.session(b"a").compile(Grammar("regex", "(a"))
     assert len(asked) == 2, "but not for ever"
+
+
+async def test_what_may_be_good_another_time_is_found_out_again(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good when it was tried out, and then the process ended that was to follow it."""
+    assert batcher._engine
+    with monkeypatch.context() as context:
+        context.setattr(batcher._engine.grammars.processes, "compile", lambda *_: (7, "it was too much"))
+        with pytest.raises(RequestError, match="too much"):
+            await batcher.session(b"a").compile(REGEX)
+    await batcher.session(b"a").compile(REGEX)
+
+
+async def test_one_owner_has_only_so_many_grammars_wait(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batcher._engine
+    monkeypatch.setattr("engine.batcher.MOST_COMPILES", 3)
+    release = threading.Event()
+    monkeypatch.setattr(batcher._engine.grammars, "compiled", lambda _: release.wait(30))
+    fits = [asyncio.ensure_future(batcher.session(b"a").compile(Grammar("regex", f"a{number}"))) for number in range(COMPILED_AT_ONCE + 3)]
+    await asyncio.sleep(0)
+    with pytest.raises(BusyError, match="3 grammars of yours wait"):
+        await batcher.session(b"a").compile(Grammar("regex", "one more"))
+    other = asyncio.ensure_future(batcher.session(b"b").compile(Grammar("regex", "b")))
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*fits, other)
 
 
 async def test_nothing_is_compiled_before_the_model_is_there(tiny_folder: Path) -> None:

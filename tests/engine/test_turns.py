@@ -68,6 +68,17 @@ async def test_who_does_not_wait_any_more_keeps_no_place(given: bool) -> None:
     await crowd.go("d1")
 
 
+async def test_those_of_an_owner_who_left_cost_it_no_turn() -> None:
+    crowd = Crowd(1)
+    await crowd.come("c1", "a1", "a2", "a3", "a4", "b1", "b2", "b3")
+    for name in ("a1", "a2", "a3"):
+        crowd.tasks[name].cancel()
+    await asyncio.gather(*(crowd.tasks[name] for name in ("a1", "a2", "a3")), return_exceptions=True)
+    assert (crowd.turns.waiting(b"a"), crowd.turns.waiting(b"b"), crowd.turns.waiting(b"d")) == (1, 3, 0)
+    await crowd.go("c1", "a4", "b1", "b2", "b3")
+    assert crowd.had == ["c1", "a4", "b1", "b2", "b3"]
+
+
 async def test_a_place_is_given_back_by_who_fails() -> None:
     turns = Turns(1)
     with pytest.raises(ValueError, match="failed"):

@@ -15,7 +15,7 @@ from app.api import sse
 from app.api.choices import renaming
 from app.api.conversations import item_page
 from app.api.decoding import body_of, decode, shown, whole_number
-from app.api.disconnect import run_out, until_gone
+from app.api.disconnect import begun, run_out, until_gone
 from app.api.errors import ApiError
 from app.api.models import Models
 from app.api.responses.events import follow, response_object
@@ -52,7 +52,7 @@ class Responses:
         if asked.background and not turn.stored:
             raise ApiError("expected store: true for a background response, got store: false", "store")
         with renaming(asked.params):
-            run = await self._conversations.submit(turn)
+            run = await begun(self._conversations.submit(turn), request, cancel=not turn.stored)
         lasting = bool(asked.background or turn.client_message_id)
         if asked.stream:
             return sse.stream(until_gone(follow(run), run, cancel=not lasting), named=True)

@@ -314,5 +314,13 @@ async def test_a_reply_that_went_on_is_found_as_one_message(conversations: Conve
     assert third.response.usage.cached_tokens == len(ran(second)) - 1  # the last token of a reply that was cut is never run
 
 
+@in_module
+async def test_the_ledger_has_the_message_that_went_on_apart(conversations: Conversations) -> None:
+    """Where both are spoken one after the other, it would be run twice."""
+    said: list[Said] = [*HELLO, ("assistant", "one"), ("assistant", "two")]
+    run = await done(conversations, replace(limited(newlines(said), 3), ending=Ending.CONTINUE))
+    assert (run.reply.lead_ids, run.reply.lead_digest) == ([], b"")
+
+
 def limited(asked: Turn, tokens: int) -> Turn:
     return replace(asked, sampling=replace(asked.sampling, max_tokens=tokens))
