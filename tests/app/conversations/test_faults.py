@@ -254,13 +254,8 @@ async def test_deleting_while_a_turn_is_being_accepted_leaves_nothing(
     await conversations.close()
 
 
-@pytest.mark.parametrize("branch", [False, True])
-async def test_deleting_while_a_turn_is_being_tokenised_leaves_nothing(
-    conversations: Conversations, valkey: ValkeyStore, batcher: Batcher, monkeypatch: pytest.MonkeyPatch, branch: bool
-) -> None:
-    thread = await conversations.threads.create("ana", {})
-    first = await conversations.submit(turn(conversation=thread.id))
-    await first.done()
+def tokenising(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Prompts wait. Events: one has been asked for, and they may go on."""
     real, asked, go_on = batcher.prompt, asyncio.Event(), asyncio.Event()
 
     async def slow(*chat: Any) -> Any:
@@ -269,6 +264,17 @@ async def test_deleting_while_a_turn_is_being_tokenised_leaves_nothing(
         return await real(*chat)
 
     monkeypatch.setattr(batcher, "prompt", slow)
+    return asked, go_on
+
+
+@pytest.mark.parametrize("branch", [False, True])
+async def test_deleting_while_a_turn_is_being_tokenised_leaves_nothing(
+    conversations: Conversations, valkey: ValkeyStore, batcher: Batcher, monkeypatch: pytest.MonkeyPatch, branch: bool
+) -> None:
+    thread = await conversations.threads.create("ana", {})
+    first = await conversations.submit(turn(conversation=thread.id))
+    await first.done()
+    asked, go_on = tokenising(batcher, monkeypatch)
     following = turn(previous=first.id) if branch else turn(conversation=thread.id)
     submitting = asyncio.create_task(conversations.submit(following))
     await asked.wait()
@@ -288,14 +294,7 @@ async def test_what_is_deleted_while_a_turn_after_it_is_tokenised_is_not_gone_on
     thread = await conversations.threads.create("ana", {}) if listed else None
     first = await conversations.submit(turn(conversation=thread.id if thread else None))
     await first.done()
-    real, asked, go_on = batcher.prompt, asyncio.Event(), asyncio.Event()
-
-    async def slow(*chat: Any) -> Any:
-        asked.set()
-        await go_on.wait()
-        return await real(*chat)
-
-    monkeypatch.setattr(batcher, "prompt", slow)
+    asked, go_on = tokenising(batcher, monkeypatch)
     submitting = asyncio.create_task(conversations.submit(turn(previous=first.id)))
     await asked.wait()
     await conversations.delete_response("ana", first.id)
