@@ -72,6 +72,11 @@ LONG = "x" * (grammar_bounds.SOURCE_BYTES + 1)
         ("json_schema", '{"type": "integer", "multipleOf": 1234567}', "multipleOf.*1234567"),
         ("json_schema", '{"allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}', "multipleOf.*1022117"),
         ("json_schema", '{"type": "number", "multipleOf": 0.0000123, "multipleOf": 1}', "multipleOf.*least common multiple"),
+        (
+            "json_schema",
+            json.dumps({"properties": {str(at): {"multipleOf": 30_011 + 2 * at} for at in range(4)}}),
+            "multipleOf come to 120056",
+        ),
         ("json_schema", json.dumps(integers(241)), "241 properties"),
         ("json_schema", json.dumps({"enum": [LONG]}), "262144"),
         ("regex", "(a", "expected a regular expression.*unclosed group"),
